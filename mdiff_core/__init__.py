@@ -1,0 +1,1 @@
+"""Reinforcement-learning post-training of diffusion and flow-matching models: the work behind each stage."""

@@ -1,0 +1,246 @@
+"""What a plug-in of each slot must offer. A plug-in is a class with a nested or module-level `Options` type that it names in `Options`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mdiff_core.options import Options
+from mdiff_core.types import (
+    Cells,
+    Condition,
+    Conditioning,
+    Moments,
+    PolicyVersion,
+    Prompt,
+    Request,
+    Rows,
+    Trajectory,
+    Transitions,
+)
+
+
+@runtime_checkable
+class Kernel(Protocol):
+    """One sampler step and its density; `step` and `log_prob` share `moments`, so they cannot disagree."""
+
+    Options: ClassVar[type[Options]]
+    stochastic: ClassVar[bool]
+    """False when there is no density (ode): ratio losses are refused."""
+
+    def moments(self, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_ceiling: Tensor) -> Moments:
+        """Gaussian of x_next: x, v [B, *latent] float32; sigmas [B] float32."""
+        ...
+
+    def step(self, x: Tensor, moments: Moments, noise: Tensor) -> Tensor:
+        """x_next = mean + scale * noise, [B, *latent]."""
+        ...
+
+    def log_prob(self, x_next: Tensor, moments: Moments) -> Tensor:
+        """[B] float32, mean over the latent's dimensions."""
+        ...
+
+
+@runtime_checkable
+class Window(Protocol):
+    """Which steps are stochastic and trained."""
+
+    Options: ClassVar[type[Options]]
+
+    def draw(self, *, steps: int, seed: int, round: int) -> tuple[int, ...]:
+        """Ascending step indices in 0..steps-1; a function of its arguments alone."""
+        ...
+
+    def check(self, steps: int) -> None:
+        """Raise BadSetting when the window cannot be drawn from `steps` steps."""
+        ...
+
+
+@runtime_checkable
+class Family(Protocol):
+    """A model architecture: how it is loaded, conditioned, asked for a velocity and decoded."""
+
+    Options: ClassVar[type[Options]]
+    lora_targets: ClassVar[tuple[str, ...]]
+    """Module-name suffixes that LoRA adapts unless the recipe names others."""
+
+    def check(self, model: str, *, width: int, height: int, frames: int) -> None:
+        """Raise BadSetting for a size the VAE and patches cannot take; reads config files only, loads no weights."""
+        ...
+
+    def digest(self, model: str) -> str:
+        """sha256 of the transformer's config, to tell one base from another; loads no weights."""
+        ...
+
+    def transformer(self, model: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
+        """The trained network, eval mode, no gradients."""
+        ...
+
+    def blocks(self, transformer: nn.Module) -> Sequence[nn.Module]:
+        """The repeated layers: units of sharding, activation checkpointing and regional compilation."""
+        ...
+
+    def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
+        """v [B, *latent] float32 for x [B, *latent] float32 at sigma [B] float32; condition has the batch first."""
+        ...
+
+    def encoder(self, model: str, dtype: torch.dtype, device: torch.device) -> "TextEncoder":
+        """The text side."""
+        ...
+
+    def decoder(self, model: str, dtype: torch.dtype, device: torch.device) -> "LatentCodec":
+        """The VAE side."""
+        ...
+
+    def sigmas(self, model: str, *, steps: int, width: int, height: int) -> Tensor:
+        """[steps+1] float32, decreasing to 0."""
+        ...
+
+
+class TextEncoder(Protocol):
+    """Texts to conditions."""
+
+    def __call__(self, texts: Sequence[str]) -> list[Condition]:
+        """One condition per text, tensors on the CPU without batch dimension."""
+        ...
+
+
+class LatentCodec(Protocol):
+    """Latents to frames and back."""
+
+    def latent_shape(self, *, width: int, height: int, frames: int) -> tuple[int, ...]:
+        """Shape of one latent, no batch."""
+        ...
+
+    def decode(self, latents: Tensor) -> np.ndarray:
+        """[B, *latent] -> [B, F, H, W, 3] uint8."""
+        ...
+
+    def encode(self, frames: np.ndarray) -> Tensor:
+        """[B, F, H, W, 3] uint8 -> [B, *latent] float32, the posterior's mode."""
+        ...
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Draws samples from a policy. Made as `cls(options, family=, model=, dtype=)` by the fleet."""
+
+    Options: ClassVar[type[Options]]
+
+    def load(self, policy: PolicyVersion) -> str:
+        """Take the policy's weights; return the checksum of what is now loaded."""
+        ...
+
+    def generate(self, requests: Sequence[Request]) -> "Iterator[tuple[Trajectory, Mapping[str, Condition]]]":
+        """Each sample once, with the conditions (by key) not yet sent; requests run as one batch where the engine can."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """Scores finished samples; one finite float per sample, order- and batch-independent."""
+
+    Options: ClassVar[type[Options]]
+
+    def check(self, prompt: Prompt) -> None:
+        """Raise BadSetting when the prompt lacks what this reward needs (metadata), before anything is generated."""
+        ...
+
+    def __call__(self, frames: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
+        """frames [B, F, H, W, 3] uint8 -> [B] float64."""
+        ...
+
+
+@runtime_checkable
+class Filter(Protocol):
+    """Drops samples or groups from training, each with a reason. Applied in the recipe's order."""
+
+    Options: ClassVar[type[Options]]
+
+    def __call__(self, table: "ScoreColumns") -> "list[str]":
+        """One reason per sample; empty keeps it. Looks at columns only, never at position."""
+        ...
+
+
+class ScoreColumns(Protocol):
+    """What a filter sees: aligned columns of the not yet dropped samples."""
+
+    sample: Sequence[str]
+    group: Sequence[str]
+    total: np.ndarray
+    """[N] float64."""
+    fingerprint: Sequence[str]
+    """Digest of each sample's frames."""
+    metadata: Sequence[Mapping[str, Any]]
+
+
+class Policy(Protocol):
+    """A model as a loss sees it."""
+
+    def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        """Guided velocity [B, *latent] float32."""
+        ...
+
+    def transition(self, rows: Transitions) -> Moments:
+        """Gaussian of the step that `rows` took, under this model and the recipe's kernel."""
+        ...
+
+    def log_prob(self, x_next: Tensor, moments: Moments) -> Tensor:
+        """[B] float32 under the recipe's kernel."""
+        ...
+
+
+class Policies(Protocol):
+    """The policies a loss may ask for; asking for one it did not declare is an error."""
+
+    @property
+    def live(self) -> Policy:
+        """The one being trained; carries gradient."""
+        ...
+
+    @property
+    def reference(self) -> Policy:
+        """The base: LoRA off, or the frozen start weights. No gradient."""
+        ...
+
+    @property
+    def old(self) -> Policy:
+        """The slowly following copy (DiffusionNFT). No gradient."""
+        ...
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """An objective over rows; knows nothing of Flyte, Ray, files or ranks."""
+
+    Options: ClassVar[type[Options]]
+    rows: ClassVar[Literal["transitions", "clean"]]
+    """Kind of rows it trains on."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Subset of {"reference", "old"}; depends on the options."""
+        ...
+
+    def __call__(self, policies: Policies, rows: Rows) -> Cells:
+        """Loss and metrics per row."""
+        ...
+
+
+SLOTS: dict[str, type] = {
+    "family": Family,
+    "kernel": Kernel,
+    "window": Window,
+    "engine": Engine,
+    "reward": Reward,
+    "filter": Filter,
+    "loss": Loss,
+}
+"""Every slot of the registry and its contract."""
+

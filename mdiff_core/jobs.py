@@ -1,0 +1,138 @@
+"""Each stage's part of the RunConfig, and nothing more: what is in a job is what its cache key sees."""
+
+from mdiff_core.settings import Advantage, Data, Evaluate, Model, Rollout, RunConfig, Sampling, Score, Train
+from mdiff_core.options import Choice, Options
+
+
+class RolloutJob(Options):
+    """Draw one round's trajectories."""
+
+    model: Model
+    sampling: Sampling
+    rollout: Rollout
+    prompts_per_round: int
+    seed: int
+    round: int
+
+
+class ScoreJob(Options):
+    """Score and filter one round's trajectories."""
+
+    score: Score
+
+
+class PairJob(Options):
+    """Turn scored trajectories into rows for the optimizer steps of a round."""
+
+    rows: str
+    """transitions | clean, as the loss declares."""
+    combine: str
+    weights: tuple[float, ...]
+    """Of the rewards, for `gdpo`."""
+    rewards: tuple[str, ...]
+    advantage: Advantage
+    updates: int
+    seed: int
+    round: int
+
+
+class EncodeJob(Options):
+    """Turn captioned images into clean rows (supervised fine-tuning's stand-in for rollout, score and pair)."""
+
+    model: Model
+    data: Data
+    width: int
+    height: int
+    negative: str
+    batch: int
+    seed: int
+
+
+class UpdateJob(Options):
+    """Train for one round."""
+
+    model: Model
+    sampling: Sampling
+    loss: Choice
+    train: Train
+    seed: int
+    round: int
+
+
+class EvaluateJob(Options):
+    """Measure a policy on held-out prompts."""
+
+    model: Model
+    sampling: Sampling
+    rollout: Rollout
+    score: Score
+    evaluate: Evaluate
+    seed: int
+
+
+def rollout_job(config: RunConfig, round: int) -> RolloutJob:
+    """Of round `round`, counted from 0."""
+    return RolloutJob(
+        model=config.model,
+        sampling=config.sampling,
+        rollout=config.rollout,
+        prompts_per_round=config.prompts.per_round,
+        seed=config.seed,
+        round=round,
+    )
+
+
+def score_job(config: RunConfig) -> ScoreJob:
+    """The same for every round."""
+    return ScoreJob(score=config.score)
+
+
+def pair_job(config: RunConfig, round: int, rows: str) -> PairJob:
+    """Of round `round`; `rows` is what the loss trains on."""
+    return PairJob(
+        rows=rows,
+        combine=config.score.combine,
+        weights=tuple(term.weight for term in config.score.rewards),
+        rewards=tuple(term.name for term in config.score.rewards),
+        advantage=config.advantage,
+        updates=config.train.updates_per_round,
+        seed=config.seed,
+        round=round,
+    )
+
+
+def encode_job(config: RunConfig, data: Data) -> EncodeJob:
+    """Once per run."""
+    return EncodeJob(
+        model=config.model,
+        data=data,
+        width=config.sampling.width,
+        height=config.sampling.height,
+        negative=config.sampling.negative,
+        batch=config.score.batch,
+        seed=config.seed,
+    )
+
+
+def update_job(config: RunConfig, round: int) -> UpdateJob:
+    """Of round `round`, counted from 0."""
+    return UpdateJob(
+        model=config.model,
+        sampling=config.sampling,
+        loss=config.loss,
+        train=config.train,
+        seed=config.seed,
+        round=round,
+    )
+
+
+def evaluate_job(config: RunConfig) -> EvaluateJob:
+    """The same before and after training, so that pictures compare."""
+    return EvaluateJob(
+        model=config.model,
+        sampling=config.sampling,
+        rollout=config.rollout,
+        score=config.score,
+        evaluate=config.evaluate,
+        seed=config.seed,
+    )

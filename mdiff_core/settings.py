@@ -1,0 +1,219 @@
+"""The one settings tree: `config.py` makes it from a recipe and overrides, `jobs.py` cuts each stage's part out of it."""
+
+from typing import Literal
+
+from pydantic import Field, JsonValue
+
+from mdiff_core.options import Choice, Options
+
+
+class Model(Options):
+    """Which model is trained."""
+
+    path: str
+    """Local folder, or hub id, in diffusers layout."""
+    family: Choice
+    """Architecture; options are the family's."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Of the frozen weights, in engines and in training alike."""
+
+
+class Prompts(Options):
+    """What is asked of the model."""
+
+    train: str
+    """JSONL (`input`, optional `metadata`) or txt, one prompt a line."""
+    held_out: str
+    """Same form; used by evaluation only."""
+    per_round: int = Field(ge=1)
+    """Groups per round."""
+
+
+class Sampling(Options):
+    """How a sample is drawn during rollout."""
+
+    width: int = Field(ge=8)
+    height: int = Field(ge=8)
+    frames: int = Field(default=1, ge=1)
+    steps: int = Field(ge=1)
+    guidance: float = Field(default=1.0, ge=1.0)
+    """Classifier-free guidance; 1 means none and costs one forward pass a step instead of two."""
+    negative: str = ""
+    """Text of the negative branch."""
+    kernel: Choice
+    """Stochastic kernel of the trained steps."""
+    window: Choice = Choice(name="all")
+    """Which steps are stochastic and trained."""
+
+
+class Rollout(Options):
+    """How the samples of a round are spread over engines."""
+
+    group_size: int = Field(ge=1)
+    """Samples per prompt."""
+    engine: Choice = Choice(name="diffusers")
+    engines: int = Field(default=1, ge=1)
+    """Engines, each its own Ray actor."""
+    gpus_per_engine: float = Field(default=0.0, ge=0.0)
+    """GPUs Ray reserves for each engine; 0 runs on the CPU."""
+    batch: int = Field(default=16, ge=1)
+    """Samples an engine draws at once. Fixed by the recipe, never by load, so results do not depend on timing."""
+    restarts: int = Field(default=2, ge=0)
+    """Times a dead engine is started again before the stage fails."""
+    timeout_s: float = Field(default=1800.0, gt=0)
+    """Longest a batch may take before its engine counts as hung."""
+
+
+class RewardTerm(Options):
+    """One reward and its weight."""
+
+    name: str
+    options: dict[str, JsonValue] = {}
+    weight: float = 1.0
+
+
+class Score(Options):
+    """From frames to one number per sample, and which samples train."""
+
+    rewards: tuple[RewardTerm, ...] = Field(min_length=1)
+    combine: Literal["sum", "zscore", "gdpo"] = "sum"
+    """sum: weighted raw values; zscore: each normalised over the batch first; gdpo: group advantages per reward, then summed."""
+    on_missing: Literal["raise", "mask"] = "raise"
+    """What a missing or non-finite reward does."""
+    batch: int = Field(default=64, ge=1)
+    """Samples scored at once."""
+    filters: tuple[Choice, ...] = ()
+
+
+class Advantage(Options):
+    """From rewards to advantages, in float64."""
+
+    mean: Literal["group", "batch"] = "group"
+    std: Literal["group", "batch", "none"] = "group"
+    clamp: float = Field(default=5.0, gt=0)
+    """Advantages are cut to +-clamp."""
+
+
+class Lora(Options):
+    """Low-rank adapter."""
+
+    rank: int = Field(default=32, ge=1)
+    alpha: float = Field(default=64.0, gt=0)
+    init: Literal["gaussian", "default"] = "gaussian"
+    targets: tuple[str, ...] = ()
+    """Module-name suffixes; empty takes the family's."""
+
+
+class Ema(Options):
+    """Exponential moving average of the trained weights: decay_t = min(decay, (1+t)/(10+t))."""
+
+    decay: float = Field(default=0.9, gt=0, lt=1)
+    every: int = Field(default=1, ge=1)
+    """Optimizer steps between updates."""
+
+
+class Train(Options):
+    """The optimizer's side."""
+
+    method: Literal["lora", "full"] = "lora"
+    lora: Lora = Lora()
+    lr: float = Field(gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+    total_steps: int = Field(default=0, ge=0)
+    """Optimizer steps over which linear and cosine decay; unused by constant."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=1e-4, ge=0)
+    clip_norm: float = Field(default=1.0, gt=0)
+    updates_per_round: int = Field(default=1, ge=1)
+    """Optimizer steps a round's rows are split into, by whole groups."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over a round's rows."""
+    batch: int = Field(default=0, ge=0)
+    """Rows per optimizer step, drawn from the artifact by (seed, round, step); 0 takes all rows of the step. Supervised
+    fine-tuning sets it, as its rows are the whole data set."""
+    microbatch: int = Field(default=8, ge=1)
+    """Rows per forward pass and rank; changes memory, not the gradient."""
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Autocast of the forward pass; trained weights and optimizer stay float32."""
+    checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    ema: Ema | None = None
+    drift_limit: float = Field(default=1e-2, gt=0)
+    """Largest |log-prob of trainer - of engine| on the first step of a round before the run stops."""
+
+
+class Evaluate(Options):
+    """Held-out measurement with fixed seeds and the ode sampler."""
+
+    every: int = Field(default=0, ge=0)
+    """Rounds between evaluations; 0 measures only before the first and after the last round."""
+    prompts: int = Field(default=16, ge=1)
+    samples: int = Field(default=1, ge=1)
+    """Samples per prompt."""
+    steps: int = Field(ge=1)
+    guidance: float = Field(default=1.0, ge=1.0)
+    weights: Literal["live", "ema"] = "live"
+
+
+class Machine(Options):
+    """What one stage asks of the cluster; ignored by local execution."""
+
+    cpu: str = "2"
+    memory: str = "4Gi"
+    gpu: int = Field(default=0, ge=0)
+    accelerator: str = ""
+    """Flyte accelerator name such as H100 or H200; empty takes any."""
+
+
+class Hardware(Options):
+    """Machines per stage."""
+
+    rollout: Machine = Machine()
+    """Each Ray worker."""
+    score: Machine = Machine()
+    pair: Machine = Machine()
+    update: Machine = Machine()
+    """Each node."""
+    topology: str = "1x1"
+    """nodes x processes of the update stage; one of the variants in tasks/hardware.py."""
+    rollout_workers: Literal[1, 2, 4, 8] = 1
+    """Ray workers of the rollout stage."""
+
+
+class Data(Options):
+    """Captioned images for supervised fine-tuning."""
+
+    captions: str
+    """JSONL with `image` (path relative to the file) and `input`."""
+    uncond_fraction: float = Field(default=0.1, ge=0, lt=1)
+    """Share of captions replaced by the negative text, so that guidance works afterwards."""
+
+
+class RunConfig(Options):
+    """Everything a run is."""
+
+    recipe: str
+    """Name it was loaded as."""
+    algorithm: Literal["rl", "sft"] = "rl"
+    model: Model
+    prompts: Prompts
+    data: Data | None = None
+    """Needed by sft only."""
+    sampling: Sampling
+    rollout: Rollout
+    score: Score
+    advantage: Advantage = Advantage()
+    loss: Choice
+    train: Train
+    evaluate: Evaluate
+    hardware: Hardware = Hardware()
+    rounds: int = Field(ge=1)
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    target_reward: float | None = None
+    """Stop early once a round's reward mean reaches it."""
+    store: str = ""
+    """Where artifacts live: a folder or any fsspec URI; empty is `runs` locally and the raw-output prefix on a cluster."""
+    name: str = ""
+    """Name of the run's folder and policy; empty derives one from recipe and settings."""
