@@ -1,6 +1,7 @@
-"""What a plug-in of each slot must offer. A plug-in is a class with a nested or module-level `Options` type that it names in `Options`."""
+"""What a plug-in of each slot must offer. A plug-in is a class that names its settings type in `Options`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -41,6 +42,10 @@ class Kernel(Protocol):
     def log_prob(self, x_next: Tensor, moments: Moments) -> Tensor:
         """[B] float32, mean over the latent's dimensions."""
         ...
+
+
+KernelMaker = Callable[[str, Mapping[str, Any]], Kernel]
+"""Registry name and options to a kernel: how a plug-in, which cannot import the registry, gets one."""
 
 
 @runtime_checkable
@@ -125,12 +130,12 @@ class LatentCodec(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    """Draws samples from a policy. Made as `cls(options, family=, model=, dtype=)` by the fleet."""
+    """Draws samples from a policy. Made as `cls(options, family=, model=, dtype=, device=, kernels=)` by the fleet."""
 
     Options: ClassVar[type[Options]]
 
-    def load(self, policy: PolicyVersion) -> str:
-        """Take the policy's weights; return the checksum of what is now loaded."""
+    def load(self, policy: PolicyVersion, weights: Literal["live", "ema"] = "live") -> str:
+        """Take the policy's weights; return the checksum of what is now loaded. No condition counts as sent any more."""
         ...
 
     def generate(self, requests: Sequence[Request]) -> "Iterator[tuple[Trajectory, Mapping[str, Condition]]]":
@@ -163,13 +168,19 @@ class Filter(Protocol):
 
     Options: ClassVar[type[Options]]
 
+    @property
+    def in_baseline(self) -> bool:
+        """Whether what it drops still counts in its group's mean and std."""
+        ...
+
     def __call__(self, table: "ScoreColumns") -> "list[str]":
         """One reason per sample; empty keeps it. Looks at columns only, never at position."""
         ...
 
 
-class ScoreColumns(Protocol):
-    """What a filter sees: aligned columns of the not yet dropped samples."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreColumns:
+    """What a filter sees: aligned columns of the samples that are kept so far, or dropped but in the baseline."""
 
     sample: Sequence[str]
     group: Sequence[str]

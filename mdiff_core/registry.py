@@ -14,6 +14,8 @@ REGISTRY: dict[str, dict[str, str]] = {
         "sd3": "mdiff_core.families.sd3:SD3",
     },
     "kernel": {
+        "cps": "mdiff_core.kernels.cps:CPS",
+        "dance_sde": "mdiff_core.kernels.dance_sde:DanceSDE",
         "flow_sde": "mdiff_core.kernels.flow_sde:FlowSDE",
         "ode": "mdiff_core.kernels.ode:ODE",
     },
@@ -28,6 +30,7 @@ REGISTRY: dict[str, dict[str, str]] = {
     },
     "reward": {
         "jpeg_compressibility": "mdiff_core.rewards.jpeg:JpegCompressibility",
+        "jpeg_incompressibility": "mdiff_core.rewards.jpeg:JpegIncompressibility",
         "shapes": "mdiff_core.rewards.shapes:Shapes",
     },
     "filter": {
