@@ -1,0 +1,64 @@
+# make setup | demo | test | lint | docs | lock
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+RECIPE ?= shapes_flow_grpo
+GAIN ?= 0.10
+# The first Python on PATH that runs and is of a supported version; `make setup PYTHON=...` takes another.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
+
+.PHONY: help setup demo test lint docs lock
+
+help:
+	@echo 'make setup                    environment in .venv, from the pinned requirements'
+	@echo 'make demo                     the whole loop on this machine: RL on a tiny SD3, then a report'
+	@echo 'make demo RECIPE=... GAIN=... the same with another recipe and another least gain in reward'
+	@echo 'make test                     lint, then every test'
+	@echo 'make lint                     ruff, mypy, import direction, file lengths'
+	@echo 'make docs                     write docs/settings.md from the settings themselves'
+	@echo 'make lock                     pin the requirements anew (UPGRADE=--upgrade takes newer versions)'
+
+setup: .venv/up-to-date
+
+.venv/up-to-date: pyproject.toml requirements/dev.txt requirements/uv.txt
+	@test -n '$(PYTHON)' || { echo 'make setup: needs Python 3.11 or 3.12 on PATH (or PYTHON=/path/to/python)' >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --require-hashes -r requirements/uv.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/dev.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+	touch $@
+
+demo: setup
+	$(BIN)/pyflyte -c flyte.config run workflows/post_train.py post_train --recipe $(RECIPE)
+	$(BIN)/python -m mdiff_core.observe.report check "$$(ls -td runs/runs/$(RECIPE)-*/ | head -1)" --gain $(GAIN)
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest --quiet tests/unit/test_ceilings.py
+
+docs: setup
+	mkdir -p build
+	$(BIN)/python -m mdiff_core.config --reference > build/settings.md
+	mv build/settings.md docs/settings.md
+
+# The superset is resolved first and constrains the rest, so that a package has one version in every file.
+UPGRADE ?=
+COMPILE = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+	--no-emit-index-url --custom-compile-command 'make lock'
+lock:
+	mkdir -p build
+	cat requirements/base.txt requirements/sglang.txt requirements/dev.txt > build/all.txt
+	$(COMPILE) $(UPGRADE) pyproject.toml --all-extras --output-file build/all.txt
+	$(COMPILE) pyproject.toml --constraint build/all.txt --extra wandb --output-file requirements/base.txt
+	$(COMPILE) pyproject.toml --constraint build/all.txt --extra wandb --extra sglang --output-file requirements/sglang.txt
+	$(COMPILE) pyproject.toml --constraint build/all.txt --extra wandb --extra dev --output-file requirements/dev.txt
+	$(COMPILE) --group uv --output-file requirements/uv.txt

@@ -1,0 +1,17 @@
+# Machines that score samples, on a CPU or a GPU.
+# docker build -f images/score.Dockerfile -t REGISTRY/mdiff-score:TAG .
+FROM python:3.12.12-slim-bookworm@sha256:593bd06efe90efa80dc4eee3948be7c0fde4134606dd40d8dd8dbcade98e669c
+
+WORKDIR /root
+# Model caches stay out of the working directory, which Flyte and Ray ship about.
+ENV PYTHONPATH=/root PYTHONUNBUFFERED=1 HF_HOME=/var/cache/huggingface
+
+COPY requirements requirements
+RUN pip install --no-cache-dir --require-hashes -r requirements/uv.txt \
+    && uv pip install --no-cache --system --require-hashes -r requirements/base.txt
+
+COPY mdiff_core mdiff_core
+COPY tasks tasks
+COPY workflows workflows
+COPY assets assets
+RUN python -m mdiff_core.config shapes_flow_grpo > /dev/null && python -c "import flytekit, peft, ray, torch"
