@@ -41,6 +41,8 @@ class EncodeJob(Options):
 
     model: Model
     data: Data
+    captions: str = ""
+    """sha256 of the captions file, so that a changed file is another job."""
     width: int
     height: int
     negative: str
@@ -101,11 +103,12 @@ def pair_job(config: RunConfig, round: int, rows: str) -> PairJob:
     )
 
 
-def encode_job(config: RunConfig, data: Data) -> EncodeJob:
-    """Once per run."""
+def encode_job(config: RunConfig, data: Data, captions: str) -> EncodeJob:
+    """Once per run; `captions` is the sha256 of the captions file."""
     return EncodeJob(
         model=config.model,
         data=data,
+        captions=captions,
         width=config.sampling.width,
         height=config.sampling.height,
         negative=config.sampling.negative,

@@ -6,6 +6,9 @@ from pydantic import Field, JsonValue
 
 from mdiff_core.options import Choice, Options
 
+Topology = Literal["1x1", "1x2", "1x4", "1x8", "2x8", "4x8"]
+"""nodes x processes on each; `tasks/update.py` has one task for each of them."""
+
 
 class Model(Options):
     """Which model is trained."""
@@ -58,6 +61,8 @@ class Rollout(Options):
     """GPUs Ray reserves for each engine; 0 runs on the CPU."""
     batch: int = Field(default=16, ge=1)
     """Samples an engine draws at once. Fixed by the recipe, never by load, so results do not depend on timing."""
+    keep_engines: bool = False
+    """Leave engines up for the next stage where Ray outlives this one, as in local runs; they keep their CPUs, GPUs and memory."""
     restarts: int = Field(default=2, ge=0)
     """Times a dead engine is started again before the stage fails."""
     timeout_s: float = Field(default=1800.0, gt=0)
@@ -136,7 +141,7 @@ class Train(Options):
     microbatch: int = Field(default=8, ge=1)
     """Rows per forward pass and rank; changes memory, not the gradient."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Autocast of the forward pass; trained weights and optimizer stay float32."""
+    """Dtype of the forward and backward pass; trained weights, sums of gradients and optimizer stay float32."""
     checkpointing: bool = False
     """Recompute activations in the backward pass."""
     ema: Ema | None = None
@@ -176,8 +181,8 @@ class Hardware(Options):
     pair: Machine = Machine()
     update: Machine = Machine()
     """Each node."""
-    topology: str = "1x1"
-    """nodes x processes of the update stage; one of the variants in tasks/hardware.py."""
+    topology: Topology = "1x1"
+    """nodes x processes of the update stage."""
     rollout_workers: Literal[1, 2, 4, 8] = 1
     """Ray workers of the rollout stage."""
 

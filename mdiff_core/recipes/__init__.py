@@ -1,1 +1,1 @@
-"""Recipes: one module per (model, algorithm, reward), each with one `RECIPE` dict for RunConfig and a docstring saying where its numbers come from."""
+"""Recipes: one module per (model, algorithm, reward), each with a RunConfig, `RECIPE`, and where its numbers come from."""

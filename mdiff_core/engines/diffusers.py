@@ -1,0 +1,173 @@
+"""The in-process engine: the family's own modules and mdiff's own sampler, so that training repeats each step exactly."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from mdiff_core import policies
+from mdiff_core.contracts import Family, KernelMaker
+from mdiff_core.errors import BadSetting, EngineFailed
+from mdiff_core.options import Options
+from mdiff_core.sampler import Drawn, Sampler, condition_key, draw_noise, latent_steps
+from mdiff_core.types import Condition, Conditioning, PolicyVersion, Request, SamplingPlan, Trajectory
+
+TEXTS_KEPT = 512
+"""Encoded texts an engine remembers; a round's prompts come in order, so few are met again later."""
+
+
+class DiffusersOptions(Options):
+    """Speed and memory; none changes what is drawn by more than rounding."""
+
+    compile: bool = False
+    """Compile the transformer's blocks (torch.compile); worth its start-up on a GPU only."""
+    vae_batch: int = Field(default=8, ge=1)
+    """Latents decoded at once."""
+    vae_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the VAE, whose rounding shows in the images."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads; 0 keeps the process's own number."""
+
+
+class DiffusersEngine:
+    """Draws each batch as one forward pass a step, in the process it lives in; see contracts.Engine."""
+
+    Options: ClassVar[type[Options]] = DiffusersOptions
+
+    def __init__(
+        self,
+        options: DiffusersOptions,
+        *,
+        family: Family,
+        model: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: KernelMaker,
+    ) -> None:
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        self._options, self._family, self._model, self._device, self._kernels = options, family, model, device, kernels
+        self._transformer: nn.Module | None = family.transformer(model, dtype, device)
+        self._encoder = family.encoder(model, dtype, device)
+        self._vae = family.decoder(model, vars(torch)[options.vae_dtype], device)
+        self._policy: PolicyVersion | None = None
+        self._texts: OrderedDict[str, Condition] = OrderedDict()
+        self._sent: set[str] = set()
+        if options.compile:
+            for block in family.blocks(self._transformer):
+                block.compile()
+
+    def load(self, policy: PolicyVersion, weights: policies.Weights = "live") -> str:
+        """Merge the policy's weights into the base, in place of the last ones."""
+        if self._transformer is None:
+            raise EngineFailed("diffusers engine: it was closed; make a new one")
+        checksum = policies.apply_to(self._transformer, policy, weights)
+        self._policy = policy
+        self._sent.clear()
+        return checksum
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[tuple[Trajectory, Mapping[str, Condition]]]:
+        """All requests as one batch; they share one plan."""
+        plan = requests[0].plan
+        if any(request.plan != plan for request in requests):
+            raise BadSetting("diffusers engine: requests with different sampling plans in one batch; send them apart")
+        rows = [(request, i) for request in requests for i in range(len(request.seeds))]
+        keys = [condition_key(request.prompt.text) for request, _ in rows]
+        negative = condition_key(plan.negative) if plan.guidance > 1 else ""
+        conditions = self._conditions({request.prompt.text for request in requests}, plan)
+        sigmas = self._family.sigmas(self._model, steps=plan.steps, width=plan.width, height=plan.height)
+        shape = self._vae.latent_shape(width=plan.width, height=plan.height, frames=plan.frames)
+        noise = draw_noise([request.seeds[i] for request, i in rows], plan.sde_steps, shape)
+        drawn = self._draw(plan, sigmas, self._conditioning(keys, negative, plan.guidance, conditions), noise)
+        size = self._options.vae_batch
+        frames = np.concatenate([self._vae.decode(drawn.clean[at : at + size]) for at in range(0, len(rows), size)])
+        for row, (request, i) in enumerate(rows):
+            needed = [key for key in (keys[row], negative) if key]
+            fresh = {key: conditions[key] for key in needed if key not in self._sent}
+            self._sent.update(fresh)
+            yield self._trajectory(request, i, sigmas, (drawn, row), frames[row]), fresh
+
+    def close(self) -> None:
+        """Drop the transformer, the texts and the GPU's spare memory; the rest goes with the engine."""
+        self._transformer = self._policy = None
+        self._texts.clear()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _trajectory(
+        self, request: Request, i: int, sigmas: Tensor, drawn: tuple[Drawn, int], frames: np.ndarray
+    ) -> Trajectory:
+        """Row of the batch as a record of its own memory, so that sending one does not send all."""
+        assert self._policy is not None
+        batch, row = drawn
+        plan = request.plan
+        return Trajectory(
+            sample=f"{request.group}/{request.indices[i]}",
+            group=request.group,
+            index=request.indices[i],
+            prompt=request.prompt,
+            seed=request.seeds[i],
+            policy=self._policy.version,
+            weights=self._policy.checksum,
+            condition=condition_key(request.prompt.text),
+            negative=condition_key(plan.negative) if plan.guidance > 1 else "",
+            guidance=plan.guidance,
+            sigmas=sigmas,
+            sde_steps=plan.sde_steps,
+            latent_steps=latent_steps(plan.sde_steps),
+            latents=batch.latents[row].clone(),
+            log_probs=batch.log_probs[row].clone(),
+            clean=batch.clean[row].clone(),
+            frames=frames,
+        )
+
+    def _draw(self, plan: SamplingPlan, sigmas: Tensor, conditioning: Conditioning, noise: Tensor) -> Drawn:
+        """The batch, back on the CPU."""
+        if self._transformer is None or self._policy is None:
+            raise EngineFailed("diffusers engine: asked for samples without a policy; call load first")
+        sampler = Sampler(
+            family=self._family,
+            transformer=self._transformer,
+            kernel=self._kernels(plan.kernel, plan.kernel_options),
+            ode=self._kernels("ode", {}),
+        )
+        noise = (noise.pin_memory() if self._device.type == "cuda" else noise).to(self._device, non_blocking=True)
+        drawn = sampler.draw(sigmas.to(self._device), plan.sde_steps, conditioning, noise)
+        return Drawn(latents=drawn.latents.cpu(), log_probs=drawn.log_probs.cpu(), clean=drawn.clean.cpu())
+
+    def _conditions(self, prompts: set[str], plan: SamplingPlan) -> dict[str, Condition]:
+        """Of every text that the batch needs, by key; a text is encoded once as long as it is remembered."""
+        texts = {
+            condition_key(text): text for text in sorted(prompts | ({plan.negative} if plan.guidance > 1 else set()))
+        }
+        new = {key: text for key, text in texts.items() if key not in self._texts}
+        if new:
+            self._texts.update(zip(new, self._encoder(list(new.values())), strict=True))
+        for key in texts:
+            self._texts.move_to_end(key)
+        found = {key: self._texts[key] for key in texts}
+        while len(self._texts) > TEXTS_KEPT:
+            self._texts.popitem(last=False)
+        return found
+
+    def _conditioning(
+        self, keys: Sequence[str], negative: str, guidance: float, conditions: Mapping[str, Condition]
+    ) -> Conditioning:
+        """Each text moved to the device once and repeated there for its samples."""
+        order = list(conditions)
+        names = list(conditions[order[0]])
+        moved = {name: torch.stack([conditions[key][name] for key in order]).to(self._device) for name in names}
+        positive_rows = torch.tensor([order.index(key) for key in keys], device=self._device)
+        positive = {name: value[positive_rows] for name, value in moved.items()}
+        if not negative:
+            return Conditioning(positive=positive, negative={}, guidance=guidance)
+        at = order.index(negative)
+        return Conditioning(
+            positive=positive,
+            negative={name: value[at].expand(len(keys), *value.shape[1:]) for name, value in moved.items()},
+            guidance=guidance,
+        )

@@ -1,0 +1,53 @@
+"""The Ray that engines run on: the one that is there, or a small local one."""
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+OBJECT_STORE_BYTES = 2**30
+"""Of a local Ray; trajectories only pass through, a few batches at a time."""
+
+LOCAL = {
+    "RAY_AUTH_MODE": "disabled",  # else Ray writes a token into the home folder
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # workers without a GPU keep the driver's CUDA_VISIBLE_DEVICES
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else a driver under `uv run` builds an environment per worker
+}
+
+
+def ray_environment() -> Mapping[str, str]:
+    """What Ray must find in the environment before it is first imported, where it is to run on this machine alone."""
+    return LOCAL
+
+
+@contextmanager
+def local_ray() -> Iterator[bool]:
+    """The Ray in use, or one for as long as the block lasts; yields whether it is ours and so ends with the block.
+
+    With RAY_ADDRESS set that cluster is joined; otherwise a local one is started, without dashboard and worker logs.
+    """
+    if "RAY_ADDRESS" not in os.environ:
+        os.environ.update({name: value for name, value in LOCAL.items() if name not in os.environ})
+    import ray
+
+    if ray.is_initialized():
+        yield False
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(**quiet)
+    else:
+        cpus = len(os.sched_getaffinity(0))
+        ray.init(
+            address="local", include_dashboard=False, num_cpus=cpus, object_store_memory=OBJECT_STORE_BYTES, **quiet
+        )
+    try:
+        yield True
+    finally:
+        ray.shutdown()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)  # Ray put its own in place

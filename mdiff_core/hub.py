@@ -1,0 +1,47 @@
+"""Where a base model is: a folder in diffusers' layout or a hub id, and its JSON files without its weights."""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from mdiff_core.errors import BadSetting
+
+
+def config_on_disk(model: str, name: str) -> dict[str, Any] | None:
+    """`name` (such as vae/config.json) of a local folder or the hub's local cache; None for a hub id that is not on disk."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(model).is_dir():
+        path = Path(model) / name
+        if not path.is_file():
+            raise BadSetting(f"model.path '{model}': no {name} in it; give a model in diffusers' layout")
+        return cast(dict[str, Any], json.loads(path.read_text()))
+    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+        raise BadSetting(f"model.path '{model}': no such folder, and not a hub id; give a folder or owner/name")
+    cached = try_to_load_from_cache(model, name)
+    return cast(dict[str, Any], json.loads(Path(cached).read_text())) if isinstance(cached, str) else None
+
+
+def config(model: str, name: str) -> dict[str, Any]:
+    """The same, fetched from the hub when it is not on disk; BadSetting when the hub does not give it."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+
+    found = config_on_disk(model, name)
+    if found is not None:
+        return found
+    try:
+        path = hf_hub_download(model, name)
+    except (EntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
+        raise BadSetting(
+            f"model.path '{model}': no such folder here, and the hub did not give {name} ({str(error).splitlines()[0]}); "
+            "give a folder, a hub id, or the token that a gated model needs"
+        ) from error
+    return cast(dict[str, Any], json.loads(Path(path).read_text()))
+
+
+def load(kind: Any, model: str, part: str, **dtype: torch.dtype) -> Any:
+    """A frozen part of the model, from safetensors alone: nothing is unpickled, and none of the model's own code runs."""
+    return kind.from_pretrained(model, subfolder=part, use_safetensors=True, **dtype).eval().requires_grad_(False)

@@ -1,0 +1,106 @@
+"""From scored trajectories to the rows of a round's optimizer steps."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mdiff_core import seeds
+from mdiff_core.errors import BadArtifact
+
+Seed = tuple[int, int]
+"""Run seed and round."""
+
+COLUMNS = {
+    "transitions": (
+        *("sample", "group", "condition", "negative", "guidance", "sigmas", "sde_steps", "latent_steps", "log_probs"),
+        "latents",
+    ),
+    "clean": ("sample", "group", "condition", "negative", "guidance", "clean"),
+}
+"""Kind of rows to the trajectory columns they are made of; the others are never read from disk."""
+
+
+def split(groups: Mapping[str, int], *, updates: int, seed: int, round: int) -> dict[str, int]:
+    """Group id to optimizer step, so that steps have as equal a number of rows as whole groups allow.
+
+    `groups` holds each group's rows. Ties fall by a hash of (seed, round, group): neither file order nor
+    alphabet decides which prompts train together. With fewer groups than steps, the last steps get none.
+    """
+    order = sorted(groups, key=lambda group: (-groups[group], seeds.derive("split", seed, round, group)))
+    loads = [0] * updates
+    steps: dict[str, int] = {}
+    for group in order:
+        steps[group] = loads.index(min(loads))
+        loads[steps[group]] += groups[group]
+    return steps
+
+
+def make(
+    kind: str, batch: Mapping[str, Any], chosen: Sequence[int], advantage: np.ndarray, *, seed: int, round: int
+) -> dict[str, Any]:
+    """Columns of the `kind` of rows for n trajectories of a batch of `COLUMNS[kind]`.
+
+    chosen [n] are positions in the batch, advantage [n]; a row's seed derives from (seed, round, sample, step).
+    BadArtifact when a trained step's latents were not recorded.
+    """
+    rows = np.asarray(chosen, np.intp)
+    return MAKERS[kind](batch, rows, advantage.astype(np.float32), (seed, round))
+
+
+def transitions(batch: Mapping[str, Any], rows: np.ndarray, advantage: np.ndarray, seed: Seed) -> dict[str, Any]:
+    """One row per (sample, trained step), W a sample."""
+    trained, recorded = batch["sde_steps"][rows], batch["latent_steps"][rows]
+    samples = [batch["sample"][row] for row in rows]
+    if not trained.size:
+        raise BadArtifact(f"{samples[0]}: no trained step was recorded; draw the round with a window (sampling.window)")
+    sigmas = batch["sigmas"][rows].astype(np.float32, copy=False)
+    x, x_next = (_positions(recorded, trained + offset, samples) for offset in (0, 1))
+    latents = batch["latents"]
+    flat = latents.reshape(-1, *latents.shape[2:])
+    first = rows[:, None] * latents.shape[1]
+    steps = trained.shape[1]
+    names = [(sample, step) for sample, row in zip(samples, trained.tolist(), strict=True) for step in row]
+    return _shared(batch, np.repeat(rows, steps), np.repeat(advantage, steps), [(*seed, *name) for name in names]) | {
+        "step": trained.ravel().astype(np.int32, copy=False),
+        "sigma": np.take_along_axis(sigmas, trained, 1).ravel(),
+        "sigma_next": np.take_along_axis(sigmas, trained + 1, 1).ravel(),
+        "sigma_ceiling": np.repeat(sigmas[:, 1], steps),
+        "x": flat.take((first + x).ravel(), axis=0),
+        "x_next": flat.take((first + x_next).ravel(), axis=0),
+        "log_prob": batch["log_probs"][rows].ravel().astype(np.float32, copy=False),
+    }
+
+
+def clean(batch: Mapping[str, Any], rows: np.ndarray, advantage: np.ndarray, seed: Seed) -> dict[str, Any]:
+    """One row per sample: its final latent."""
+    names = [(*seed, batch["sample"][row]) for row in rows]
+    return _shared(batch, rows, advantage, names) | {"x0": batch["clean"].take(rows, axis=0)}
+
+
+MAKERS = {"transitions": transitions, "clean": clean}
+
+
+def _shared(
+    batch: Mapping[str, Any], rows: np.ndarray, advantage: np.ndarray, names: Sequence[tuple[int | str, ...]]
+) -> dict[str, Any]:
+    text = {name: [batch[name][row] for row in rows] for name in ("sample", "group", "condition", "negative")}
+    return text | {
+        "advantage": advantage,
+        "guidance": batch["guidance"][rows].astype(np.float32),
+        "seed": np.array([seeds.derive("row", *name) for name in names], np.int64),
+    }
+
+
+def _positions(recorded: np.ndarray, wanted: np.ndarray, samples: Sequence[str]) -> np.ndarray:
+    """[n, W] where the wanted steps stand among the recorded ones [n, M]."""
+    hits = recorded[:, None, :] == wanted[:, :, None]
+    missing = np.argwhere(~hits.any(-1))
+    if len(missing):
+        row, column = missing[0]
+        raise BadArtifact(
+            f"{samples[row]}: latent before step {wanted[row, column]} is needed and was not recorded (recorded:"
+            f" {recorded[row].tolist()}); the engine must record steps k and k+1 of each trained step k"
+        )
+    positions: np.ndarray = hits.argmax(-1)
+    return positions

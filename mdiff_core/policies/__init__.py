@@ -1,0 +1,33 @@
+"""The weight artifact: what a training round leaves, an engine loads and a registry keeps."""
+
+from mdiff_core.policies.artifact import (
+    Adapter,
+    Weights,
+    adapter_of,
+    base_version,
+    check_base,
+    has_ema,
+    open_policy,
+    tensors,
+    write_full,
+    write_lora,
+)
+from mdiff_core.policies.merge import apply_to, load_full
+from mdiff_core.policies.shelf import latest, publish
+
+__all__ = [
+    "Adapter",
+    "Weights",
+    "adapter_of",
+    "apply_to",
+    "base_version",
+    "check_base",
+    "has_ema",
+    "latest",
+    "load_full",
+    "open_policy",
+    "publish",
+    "tensors",
+    "write_full",
+    "write_lora",
+]

@@ -1,0 +1,50 @@
+"""Supervised fine-tuning of the shapes world's SD3 from its untrained transformer: every weight, flow matching, logit-normal times.
+
+The times are SD3's (arXiv 2403.03206, section 3.1); sizes were tried here on two CPU cores.
+"""
+
+from mdiff_core.options import Choice
+from mdiff_core.settings import (
+    Data,
+    Ema,
+    Evaluate,
+    Model,
+    Prompts,
+    RewardTerm,
+    Rollout,
+    RunConfig,
+    Sampling,
+    Score,
+    Train,
+)
+
+RECIPE = RunConfig(
+    recipe="shapes_sft",
+    algorithm="sft",
+    model=Model(
+        path="assets/shapes_sd3", family=Choice(name="sd3", options={"max_sequence_length": 16}), dtype="float32"
+    ),
+    prompts=Prompts(
+        train="assets/shapes_prompts/train.jsonl", held_out="assets/shapes_prompts/held_out.jsonl", per_round=12
+    ),
+    data=Data(captions="build/shapes_images/captions.jsonl"),
+    sampling=Sampling(width=64, height=64, steps=10, kernel=Choice(name="ode")),
+    rollout=Rollout(group_size=1, batch=48),
+    score=Score(rewards=(RewardTerm(name="shapes"),)),
+    loss=Choice(name="sft"),
+    train=Train(
+        method="full",
+        lr=1e-3,
+        schedule="cosine",
+        warmup_steps=200,
+        total_steps=10_000,
+        weight_decay=0.0,
+        updates_per_round=500,
+        batch=128,
+        microbatch=128,
+        precision="fp32",
+        ema=Ema(decay=0.999),
+    ),
+    evaluate=Evaluate(prompts=48, samples=2, steps=10, weights="ema"),
+    rounds=20,
+)

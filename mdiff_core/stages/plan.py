@@ -1,0 +1,123 @@
+"""The start of a run: settings checked, then the prompts, the policy and the train state that the first round reads."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mdiff_core import checks, policies, prompts, registry, runs
+from mdiff_core import config as configs
+from mdiff_core.artifacts import MANIFEST, Production, produce, production
+from mdiff_core.errors import BadArtifact, BadSetting
+from mdiff_core.settings import RunConfig
+from mdiff_core.types import PolicyVersion, Prompt
+
+VERSION = "1"
+
+
+def settings(recipe: str, overrides: Sequence[str]) -> RunConfig:
+    """The run's settings, every check that needs no GPU passed."""
+    config = configs.load(recipe, overrides)
+    checks.check(config)
+    checks.check_runnable(config)
+    return config
+
+
+def opened(config: RunConfig, start: Path | None) -> PolicyVersion | None:
+    """The policy to start from, its files verified and its base compared with the recipe's model; None starts from the base."""
+    if start is None:
+        return None
+    try:
+        policy = policies.open_policy(start)
+        policies.check_base(policy, base_digest(config))
+    except BadArtifact as error:
+        raise BadSetting(f"start_policy: {error}") from None
+    if policy.kind not in ("base", config.train.method):
+        raise BadSetting(
+            f"start_policy: {policy.version} has {policy.kind} weights, and train.method is '{config.train.method}'; "
+            f"set train.method={policy.kind} or start from another policy"
+        )
+    return policy
+
+
+def base_digest(config: RunConfig) -> str:
+    """Of the recipe's model."""
+    digest: str = registry.make("family", config.model.family).digest(config.model.path)
+    return digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A checked run, before anything of it exists."""
+
+    config: RunConfig
+    """With store and name filled in."""
+    writers: Mapping[str, Callable[[Path], object]]
+    """By role: fills the artifact's folder."""
+    productions: Mapping[str, Production]
+    """By role: where the artifact will be."""
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Address by role: prompts, policy, state."""
+        return {role: made.uris[role] for role, made in self.productions.items()}
+
+
+def plan(config: RunConfig, start: PolicyVersion | None) -> Plan:
+    """What the first round will read, and the run's name; BadSetting when that name is another run's. Writes nothing."""
+    train, held_out = prompts.read(config.prompts.train), prompts.read(config.prompts.held_out)
+    base = base_digest(config)
+
+    def write_prompts(folder: Path) -> None:
+        prompts.write(folder / "train.jsonl", train)
+        prompts.write(folder / "held_out.jsonl", held_out)
+
+    def write_policy(folder: Path) -> None:
+        if start is None:
+            policies.base_version(folder, base=config.model.path, base_digest=base)
+        else:
+            shutil.copytree(start.path, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
+
+    def write_state(folder: Path) -> None:
+        from mdiff_core.train.state import empty_state  # brings FSDP, for which a bad setting should not have to wait
+
+        empty_state(folder)
+
+    content = {
+        "prompts": {"train": digest_of(train), "held_out": digest_of(held_out)},
+        "policy": {"base": base, "model": config.model.path, "start": start.checksum if start else ""},
+        "state": {},
+    }
+    productions = {
+        role: production(config.store, "plan", VERSION, json.dumps(job), {}, (role,)) for role, job in content.items()
+    }
+    files = {role: made.uris[role] for role, made in productions.items()}
+    name = config.name or f"{config.recipe}-{configs.digest(config.model_dump(mode='json'), files)}"
+    named = config.model_copy(update={"name": name})
+    runs.check_owner(config.store, named, files)
+    writers = {"prompts": write_prompts, "policy": write_policy, "state": write_state}
+    return Plan(config=named, writers=writers, productions=productions)
+
+
+def run(made: Plan, command: str) -> None:
+    """Write the artifacts that are not there yet, and the run's folder; `command` is how to run it again."""
+    for role, each in made.productions.items():
+        produce(each, partial(fill, role, made.writers[role]), {})
+    runs.begin(made.config.store, made.config, command, made.files)
+
+
+def fill(
+    role: str, write: Callable[[Path], object], _: Mapping[str, Path], folders: Mapping[str, Path]
+) -> dict[str, float]:
+    """One artifact; there is nothing to measure."""
+    write(folders[role])
+    return {}
+
+
+def digest_of(chosen: Sequence[Prompt]) -> str:
+    """sha256 of the prompts, ids included."""
+    lines = [json.dumps([prompt.id, prompt.text, dict(prompt.metadata)], sort_keys=True) for prompt in chosen]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,0 +1,168 @@
+"""The transformer in training: base and start policy put together, sharded, with the views that a loss asks for."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from mdiff_core import policies
+from mdiff_core.contracts import Family
+from mdiff_core.errors import BadArtifact, BadSetting
+from mdiff_core.jobs import UpdateJob
+from mdiff_core.policy import View
+from mdiff_core.train import lora, shard
+from mdiff_core.train.precision import COMPUTE, STORED
+from mdiff_core.types import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    """A sharded transformer and what is trained of it."""
+
+    transformer: nn.Module
+    parameters: dict[str, nn.Parameter]
+    """Trained weights by artifact name: float32, sharded."""
+    old: dict[str, nn.Parameter]
+    """The old policy's weights, likewise; empty unless the loss needs it."""
+    targets: tuple[str, ...]
+    """Adapted modules; empty for full fine-tuning."""
+    live: View
+    frozen: Mapping[str, View]
+    """Of the policies that the loss needs besides the live one."""
+
+
+def build(
+    job: UpdateJob, family: Family, policy: PolicyVersion, mesh: DeviceMesh, needs: frozenset[str]
+) -> TrainedModel:
+    """Load the base, put the start policy on it and shard both. BadSetting when recipe and policy do not fit."""
+    policies.check_base(policy, family.digest(job.model.path))
+    check_start(job, policy)
+    return (
+        _lora(job, family, policy, mesh, needs)
+        if job.train.method == "lora"
+        else _full(job, family, policy, mesh, needs)
+    )
+
+
+def check_start(job: UpdateJob, policy: PolicyVersion) -> None:
+    """Refuse to continue a policy with a recipe that would train something else."""
+    train = job.train
+    if policy.kind not in ("base", train.method):
+        raise BadSetting(
+            f"train.method: '{train.method}' cannot continue policy {policy.version}, which is of kind {policy.kind}; "
+            f"set train.method='{policy.kind}' or start from a base policy"
+        )
+    if policy.kind == "lora":
+        adapter = policies.adapter_of(policy)
+        for field, ours, its in (("rank", train.lora.rank, adapter.rank), ("alpha", train.lora.alpha, adapter.alpha)):
+            if ours != its:
+                raise BadSetting(
+                    f"train.lora.{field}: {ours}, but the start policy {policy.version} has {its}; "
+                    f"set train.lora.{field}={its} or start from a base policy"
+                )
+
+
+def _lora(
+    job: UpdateJob, family: Family, policy: PolicyVersion, mesh: DeviceMesh, needs: frozenset[str]
+) -> TrainedModel:
+    transformer = _base(job, family, mesh)
+    targets = lora.targets_of(transformer, job.train.lora.targets or family.lora_targets)
+    if policy.kind == "lora" and set(policy.targets) != set(targets):
+        odd = sorted(set(policy.targets) ^ set(targets))[0]
+        raise BadSetting(
+            f"train.lora.targets: the recipe adapts {len(targets)} layers, the start policy {policy.version} "
+            f"{len(policy.targets)}, see {odd}; name the same targets or start from a base policy"
+        )
+    lora.inject(transformer, job.train.lora, targets, (lora.LIVE, lora.OLD) if "old" in needs else (lora.LIVE,))
+    parameters = lora.parameters_of(transformer, targets)
+    if policy.kind == "lora":
+        _check_shapes(policy, parameters, found := policies.tensors(policy))
+        lora.load(parameters, found)
+    else:
+        lora.start(parameters, job.train.lora, job.seed)
+    if "old" in needs:
+        lora.load(lora.parameters_of(transformer, targets, lora.OLD), parameters)
+    _shard(job, family, transformer, mesh, trained=True)
+    frozen = {
+        "reference": _within(transformer, partial(lora.off, transformer)),
+        "old": _within(transformer, partial(lora.using, transformer, lora.OLD)),
+    }
+    return TrainedModel(
+        transformer=transformer,
+        parameters=lora.parameters_of(transformer, targets),
+        old=lora.parameters_of(transformer, targets, lora.OLD) if "old" in needs else {},
+        targets=targets,
+        live=partial(shard.opened, transformer),
+        frozen={name: view for name, view in frozen.items() if name in needs},
+    )
+
+
+def _full(
+    job: UpdateJob, family: Family, policy: PolicyVersion, mesh: DeviceMesh, needs: frozenset[str]
+) -> TrainedModel:
+    device = shard.device_of(mesh)
+    transformer = family.transformer(job.model.path, torch.float32, device)
+    _start_full(transformer, policy)
+    transformer.requires_grad_(True)
+    _shard(job, family, transformer, mesh, trained=True)
+    frozen: dict[str, View] = {}
+    old: dict[str, nn.Parameter] = {}
+    if "reference" in needs:
+        reference = _base(job, family, mesh)
+        _shard(job, family, reference, mesh, trained=False)
+        frozen["reference"] = partial(shard.opened, reference)
+    if "old" in needs:
+        copy = family.transformer(job.model.path, torch.float32, device)
+        _start_full(copy, policy)
+        _shard(job, family, copy, mesh, trained=False)
+        frozen["old"] = partial(shard.opened, copy)
+        old = dict(copy.named_parameters())
+    return TrainedModel(
+        transformer=transformer,
+        parameters=dict(transformer.named_parameters()),
+        old=old,
+        targets=(),
+        live=partial(shard.opened, transformer),
+        frozen=frozen,
+    )
+
+
+def _base(job: UpdateJob, family: Family, mesh: DeviceMesh) -> nn.Module:
+    """The frozen base as engines hold it (`model.dtype`), then in what training computes in."""
+    transformer = family.transformer(job.model.path, STORED[job.model.dtype], shard.device_of(mesh))
+    return transformer.to(COMPUTE[job.train.precision]).requires_grad_(False)
+
+
+def _shard(job: UpdateJob, family: Family, transformer: nn.Module, mesh: DeviceMesh, *, trained: bool) -> None:
+    blocks = family.blocks(transformer)
+    if trained and job.train.checkpointing:
+        shard.recompute(blocks)
+    shard.shard(transformer, blocks, mesh, COMPUTE[job.train.precision])
+
+
+def _start_full(transformer: nn.Module, policy: PolicyVersion) -> None:
+    if policy.kind == "full":
+        parameters = dict(transformer.named_parameters())
+        _check_shapes(policy, parameters, found := policies.tensors(policy))
+        policies.load_full(parameters, found)
+
+
+def _check_shapes(policy: PolicyVersion, parameters: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    odd = sorted(set(found) ^ set(parameters)) or sorted(n for n in found if found[n].shape != parameters[n].shape)
+    if odd:
+        raise BadArtifact(
+            f"policy {policy.version}: {odd[0]} is not as in this model; use the base it was trained from"
+        )
+
+
+def _within(transformer: nn.Module, switch: View) -> View:
+    @contextmanager
+    def view() -> Iterator[nn.Module]:
+        with shard.opened(transformer), switch() as switched:
+            yield switched
+
+    return view

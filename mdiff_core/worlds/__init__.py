@@ -1,0 +1,1 @@
+"""Small worlds with a known right answer, for demos and tests."""

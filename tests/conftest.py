@@ -1,0 +1,72 @@
+"""What every test may use, and what none may leave behind."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+MARK = "MDIFF_TEST_SESSION"
+os.environ[MARK] = str(os.getpid())  # inherited by whatever a test starts, however far it wanders off
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("RAY_ADDRESS", None)
+
+SECONDS_TO_END = 60.0
+"""A worker of Ray's that is still importing notices only afterwards that its raylet is gone."""
+
+
+@pytest.fixture(autouse=True)
+def no_process_survives() -> Iterator[None]:
+    """Fail a test after which a process that it started is still there."""
+    before = {process.pid for process in _marked()}
+    yield
+    deadline = time.monotonic() + SECONDS_TO_END
+    while strays := [process for process in _marked() if _is_stray(process, before)]:
+        if time.monotonic() > deadline:
+            pytest.fail(f"left running: {[_describe(process) for process in strays]}")
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="session")
+def tiny_sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Stable Diffusion 3 of the shapes world's size, in diffusers' layout."""
+    import torch
+
+    from mdiff_core.worlds import tiny_sd3
+
+    folder = tmp_path_factory.mktemp("tiny_sd3")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        pipe = tiny_sd3.pipeline()
+        pipe.vae.register_to_config(scaling_factor=1.5, shift_factor=0.1)  # as a trained one: neither 1 nor 0
+        tiny_sd3.save(pipe, folder)
+    return folder
+
+
+def _marked() -> list[psutil.Process]:
+    return [process for process in psutil.process_iter() if process.pid != os.getpid() and _has_mark(process)]
+
+
+def _has_mark(process: psutil.Process) -> bool:
+    try:
+        return process.environ().get(MARK) == os.environ[MARK] and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+def _is_stray(process: psutil.Process, before: set[int]) -> bool:
+    """Neither there before the test, nor a child of such (a fixture's own), nor Python's helper for shared memory."""
+    try:
+        lineage = {process.pid, *(parent.pid for parent in process.parents())} - {os.getpid()}
+        return not lineage & before and "multiprocessing.resource_tracker" not in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())[:120]}"
+    except psutil.NoSuchProcess:
+        return f"{process.pid} (just ended)"

@@ -1,0 +1,83 @@
+"""The evaluation stage: fixed noise, held-out prompts, rewards."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mdiff_core import generation, prompts, tables
+from mdiff_core.errors import BadSetting
+from mdiff_core.jobs import EvaluateJob
+from mdiff_core.options import Choice
+from mdiff_core.settings import Evaluate, Model, RewardTerm, Rollout, Sampling, Score
+from mdiff_core.stages import evaluate
+from mdiff_core.types import PolicyVersion, Prompt, Trajectory
+from tests.inline_fleet import InlineFleet
+from tests.policies_made import base_policy, lora_policy
+
+WORDS = ("one red circle", "two blue squares", "three green stars")
+
+
+def job(model: Path, **changes: Any) -> EvaluateJob:
+    return EvaluateJob(
+        model=Model(path=str(model), family=Choice(name="sd3", options={"max_sequence_length": 16}), dtype="float32"),
+        sampling=Sampling(width=64, height=64, steps=8, guidance=1.0, kernel=Choice(name="flow_sde")),
+        rollout=Rollout(group_size=5, batch=3),
+        score=Score(rewards=(RewardTerm(name="jpeg_compressibility"),), filters=(Choice(name="no_spread"),)),
+        evaluate=Evaluate(**{"prompts": 2, "samples": 2, "steps": 3, "guidance": 2.0, **changes}), seed=3,
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "Fleet", InlineFleet)
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prompts")
+    prompts.write(
+        folder / "held_out.jsonl", [Prompt(id=f"p{i}", text=text, metadata={}) for i, text in enumerate(WORDS)]
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tiny_sd3: Path, tmp_path_factory: pytest.TempPathFactory) -> PolicyVersion:
+    return base_policy(tmp_path_factory.mktemp("base"), tiny_sd3)
+
+
+def rows(folder: Path) -> list[Trajectory]:
+    return list(tables.read_trajectories(folder))
+
+
+def test_the_first_held_out_prompts_are_drawn_and_scored(
+    tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path
+) -> None:
+    metrics = evaluate.run(job(tiny_sd3), asked, base.path, tmp_path)
+    found, scored = rows(tmp_path), tables.read_scores(tmp_path)
+    assert [t.sample for t in found] == ["evaluate-p0/0", "evaluate-p0/1", "evaluate-p1/0", "evaluate-p1/1"]
+    assert all(t.sde_steps == () and len(t.sigmas) == 4 and t.guidance == 2.0 for t in found)
+    assert [row.sample for row in scored] == [t.sample for t in found] and all(row.kept for row in scored)
+    assert metrics["reward/mean"] == pytest.approx(np.mean([row.total for row in scored]))
+    assert metrics["reward/jpeg_compressibility/mean"] == pytest.approx(metrics["reward/mean"])
+    assert metrics["evaluate/images"] == 4 and metrics["evaluate/policy"] == base.version
+
+
+def test_the_noise_is_the_same_for_every_policy(
+    tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path
+) -> None:
+    policy = lora_policy(tmp_path / "policy", tiny_sd3, base, ema=True)
+    evaluate.run(job(tiny_sd3), asked, base.path, tmp_path / "a")
+    evaluate.run(job(tiny_sd3), asked, policy.path, tmp_path / "b")
+    evaluate.run(job(tiny_sd3, weights="ema"), asked, policy.path, tmp_path / "c")
+    a, b, c = (rows(tmp_path / name) for name in "abc")
+    assert [t.seed for t in a] == [t.seed for t in b] == [t.seed for t in c]
+    assert not any(np.array_equal(x.frames, y.frames) for x, y in zip(a, b, strict=True))
+    assert not any(np.array_equal(x.frames, y.frames) for x, y in zip(b, c, strict=True))
+
+
+def test_more_prompts_than_there_are(tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path) -> None:
+    with pytest.raises(BadSetting, match=r"evaluate\.prompts: 4, but there are 3 held-out prompts; use 3 at most"):
+        evaluate.run(job(tiny_sd3, prompts=4), asked, base.path, tmp_path)

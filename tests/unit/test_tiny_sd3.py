@@ -1,0 +1,122 @@
+"""Laws of the tiny SD3: real classes, one token a word, and conditions that keep captions apart."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL, StableDiffusion3Pipeline
+from transformers import AutoTokenizer
+
+from mdiff_core.worlds import shapes, tiny_sd3, verify
+
+SHIPPED = Path(__file__).parents[2] / "assets" / "shapes_sd3"
+
+
+@pytest.fixture(scope="module")
+def pipe(tiny_sd3: Path) -> StableDiffusion3Pipeline:
+    return StableDiffusion3Pipeline.from_pretrained(tiny_sd3)
+
+
+def encode(pipe: StableDiffusion3Pipeline, captions: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.no_grad():
+        tokens, _, pooled, _ = pipe.encode_prompt(
+            captions, None, None, do_classifier_free_guidance=False, max_sequence_length=tiny_sd3.TEXT_LENGTH
+        )
+    return tokens, pooled
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "tokenizer_2", "tokenizer_3"])
+def test_every_word_is_one_token(tiny_sd3: Path, name: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_sd3 / name)
+    ids = [tokenizer(word, add_special_tokens=False).input_ids for word in shapes.VOCABULARY]
+    assert all(len(one) == 1 for one in ids)
+    assert len({one[0] for one in ids}) == len(ids)
+    long = "four purple triangles and a yellow square left of"
+    assert len(tokenizer(long, add_special_tokens=False).input_ids) == len(long.split())
+    assert tokenizer.model_max_length == 16
+    assert tokenizer("").input_ids == tokenizer(" ").input_ids  # engines differ in what they send for nothing
+
+
+def test_tokenizers_do_not_depend_on_chance() -> None:
+    one, two = tiny_sd3.clip_tokenizer(), tiny_sd3.clip_tokenizer()
+    assert one.get_vocab() == two.get_vocab()
+    assert tiny_sd3.byte_pairs(("aa", "ab")) == [("a", "a</w>"), ("a", "b</w>")]
+
+
+def test_captions_have_different_conditions(pipe: StableDiffusion3Pipeline) -> None:
+    captions = ["", *(shapes.caption(content) for content in shapes.contents(300, 0))]
+    tokens, pooled = encode(pipe, captions)
+    assert tokens.shape == (301, 32, tiny_sd3.T5_WIDTH) and pooled.shape == (301, 2 * tiny_sd3.CLIP_WIDTH)
+    for condition in (tokens[:, :16], tokens[:, 16:], pooled):
+        flat = condition.flatten(1)
+        apart = torch.cdist(flat, flat) / flat.std() / flat.shape[1] ** 0.5
+        assert apart.fill_diagonal_(1).min() > 0.05
+    assert 0.5 < tokens.std() < 2 and 0.5 < pooled.std() < 2
+
+
+def test_the_order_of_words_is_told(pipe: StableDiffusion3Pipeline) -> None:
+    tokens, pooled = encode(
+        pipe,
+        [
+            "a red circle left of a blue square",
+            "a blue square left of a red circle",
+            "a red square left of a blue circle",
+        ],
+    )
+    for condition in (tokens[:, :16], tokens[:, 16:], pooled):
+        flat = condition.flatten(1)
+        similar = torch.corrcoef(flat)
+        assert similar.fill_diagonal_(0).max() < 0.998
+
+
+def test_it_opens_as_float32_and_draws(pipe: StableDiffusion3Pipeline) -> None:
+    parts = (pipe.transformer, pipe.vae, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3)
+    assert {weight.dtype for part in parts for weight in part.parameters()} == {torch.float32}
+    drawn = pipe(
+        ["two red circles"], num_inference_steps=2, guidance_scale=4.5, height=64, width=64, max_sequence_length=16,
+        output_type="np", generator=torch.Generator().manual_seed(0),
+    ).images  # fmt: skip
+    assert drawn.shape == (1, 64, 64, 3) and np.isfinite(drawn).all()
+
+
+def test_the_same_seed_builds_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny_sd3, "POOL", 8)
+    monkeypatch.setattr(tiny_sd3, "BATCH", 2)
+    for name in ("one", "two"):
+        tiny_sd3.main(["build", "--seed", "3", "--out", str(tmp_path / name), "--vae-steps", "2"])
+    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file())
+    assert len(files) > 15
+    for file in files:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), file
+
+
+def test_scale_and_shift_make_latents_standard() -> None:
+    torch.manual_seed(0)
+    vae = tiny_sd3.autoencoder()
+    pool = tiny_sd3.pixels(0, 16)
+    tiny_sd3.standardise(vae, pool)
+    with torch.no_grad():
+        latents = (vae.encode(pool).latent_dist.mode() - vae.config.shift_factor) * vae.config.scaling_factor
+    assert latents.mean().abs() < 1e-3 and latents.std() == pytest.approx(1, abs=1e-3)
+
+
+def test_the_shipped_vae_keeps_scenes() -> None:
+    vae = AutoencoderKL.from_pretrained(SHIPPED, subfolder="vae")
+    scenes = [shapes.scene_of(77, index) for index in range(32)]
+    x = torch.from_numpy(np.stack([shapes.render(scene) for scene in scenes])).permute(0, 3, 1, 2) / 127.5 - 1
+    with torch.no_grad():
+        latents = vae.encode(x).latent_dist.mode()
+        y = vae.decode(latents).sample
+    images = ((y.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    assert verify.score(images, [shapes.metadata(scene.content) for scene in scenes]).mean() >= 0.95
+    scaled = (latents - vae.config.shift_factor) * vae.config.scaling_factor
+    assert scaled.mean().abs() < 0.1 and scaled.std() == pytest.approx(1, abs=0.1)
+
+
+def test_the_shipped_model_is_small_and_of_this_code() -> None:
+    assert sum(path.stat().st_size for path in SHIPPED.parent.rglob("*") if path.is_file()) <= 9.5e6
+    config = json.loads((SHIPPED / "transformer" / "config.json").read_text())
+    made = json.loads(json.dumps(dict(tiny_sd3.transformer().config)))
+    assert {key: config[key] for key in made if key[0] != "_"} == {key: made[key] for key in made if key[0] != "_"}

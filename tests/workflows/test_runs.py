@@ -1,0 +1,105 @@
+"""The workflows from end to end through Flyte's local execution."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from mdiff_core import policies
+from mdiff_core.observe import metrics
+from mdiff_core.worlds import shapes
+from tests.workflows.conftest import Finished, invoke, manifests, post_train
+
+
+def test_two_rounds(finished: Finished) -> None:
+    said, store = finished.ended, finished.store
+    rounds = said.lines("round ")
+    assert [line.split(":")[0] for line in rounds] == ["round 1", "round 2"]
+    for word in ("reward ", "kept ", "drift ", "loss ", "grad ", "rollout ", "score ", "pair ", "update "):
+        assert all(word in line for line in rounds)
+    assert [line.split(":")[0] for line in said.lines("evaluation ")] == [f"evaluation after round {n}" for n in (0, 2)]
+    (folder,) = (store / "runs").iterdir()
+    assert said.lines("report ") == [f"report {folder}/report.html"]
+    assert "Traceback" not in said.said and "Calling ray.init" not in said.said
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    records = metrics.read(folder)
+    assert [(r["kind"], r["round"]) for r in records] == [
+        ("evaluation", 0),
+        ("round", 1),
+        ("round", 2),
+        ("evaluation", 2),
+    ]
+    assert all(record["update/drift_max"] < 1e-5 for record in records if record["kind"] == "round")
+    assert said.lines("reward ") == [
+        f"reward {records[0][metrics.EVALUATED]:.4f} -> {records[-1][metrics.EVALUATED]:.4f}"
+    ]
+
+
+def test_the_policy_is_published_with_its_lineage(finished: Finished) -> None:
+    (line,) = finished.ended.lines("policy ")
+    policy = policies.open_policy(Path(line.removeprefix("policy ")))
+    first, second = (policies.open_policy(finished.artifact("policy", n)) for n in (0, 1))
+    assert (policy.checksum, policy.parent, first.parent) == (
+        finished.ended.checksum,
+        first.version,
+        "00000-" + first.base_digest[:8],
+    )
+    assert policy.checksum == second.checksum != first.checksum
+    assert policies.latest(f"{finished.store}/policies", Path(line).parent.name) == line.removeprefix("policy ")
+
+
+def test_help_explains_each_input() -> None:
+    for workflow, inputs in (("post_train", 6), ("sft", 5)):
+        said = invoke(["run", f"workflows/{workflow}.py", workflow, "--help"], {}).said
+        assert f"Usage: pyflyte run workflows/{workflow}.py {workflow}" in said
+        told = [
+            line for line in said.splitlines() if re.search(r"--\w+ +\S.* {2,}\w", line) and "inputs-file" not in line
+        ]
+        assert len(told) == inputs + 1, said
+
+
+def test_the_run_stops_at_its_target(finished: Finished, ray_address: Mapping[str, str]) -> None:
+    """In the store of the finished run, so that all but an evaluation is there already."""
+    before = manifests(finished.store)
+    arguments = post_train(finished.store, "target_reward=-1", "evaluate.every=1", rounds=3)
+    ended = invoke(arguments, ray_address)
+    assert ended.code == 0, ended.said
+    assert [line.split(":")[0] for line in ended.lines("round ")] == ["round 1"]
+    assert [line.split(":")[0] for line in ended.lines("evaluation ")] == [
+        f"evaluation after round {n}" for n in (0, 1)
+    ]
+    assert ended.checksum == policies.open_policy(finished.artifact("policy", 0)).checksum
+    assert [name.partition("/")[0] for name in manifests(finished.store).keys() - before.keys()] == ["evaluation"]
+
+
+def test_supervised_fine_tuning_on_two_processes(ray_address: Mapping[str, str], tmp_path: Path) -> None:
+    shapes.main(["images", "--count", "8", "--seed", "1", "--out", str(tmp_path / "images")])
+    chosen = [
+        f"store={tmp_path / 'store'}",
+        f"data.captions={tmp_path / 'images/captions.jsonl'}",
+        "hardware.topology=1x2",
+        "train.updates_per_round=2",
+        "train.batch=4",
+        "train.microbatch=2",
+        "evaluate.prompts=2",
+        "evaluate.samples=1",
+        "evaluate.steps=2",
+    ]
+    workflow = ["run", "workflows/sft.py", "sft", "--recipe", "shapes_sft", "--rounds", "1"]
+    ended = invoke(["-c", "flyte.config", *workflow, "--overrides", json.dumps(chosen)], ray_address)
+    assert ended.code == 0, ended.said
+    (line,) = ended.lines("round 1: loss ")
+    assert "encode " in line
+    (published,) = ended.lines("policy ")
+    policy = policies.open_policy(Path(published.removeprefix("policy ")))
+    assert (policy.kind, policy.checksum) == ("full", ended.checksum)
+
+
+def test_going_on_from_a_policy(finished: Finished, ray_address: Mapping[str, str], tmp_path: Path) -> None:
+    start = finished.artifact("policy", 0)
+    arguments = post_train(tmp_path, "prompts.per_round=1", "train.updates_per_round=1", rounds=1)
+    ended = invoke([*arguments, "--start_policy", str(start)], ray_address)
+    assert ended.code == 0, ended.said
+    (published,) = ended.lines("policy ")
+    policy = policies.open_policy(Path(published.removeprefix("policy ")))
+    assert policy.parent == policies.open_policy(start).version
