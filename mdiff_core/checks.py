@@ -84,6 +84,10 @@ def check_algorithm(config: RunConfig) -> None:
             raise BadSetting(
                 f"target_reward: {config.target_reward} has no meaning with algorithm 'sft'; set it to null"
             )
+    elif config.data is not None:
+        raise BadSetting(
+            f"data.captions: '{config.data.captions}' has no use with algorithm 'rl'; set data=null, or algorithm=sft"
+        )
     elif loss.rows == "transitions" and not registry.find("kernel", kernel.name).stochastic:
         raise BadSetting(
             f"sampling.kernel.name: '{kernel.name}' has no noise and so no log-probs, which loss '{config.loss.name}' needs; use 'flow_sde'"

@@ -130,12 +130,12 @@ def update_job(config: RunConfig, round: int) -> UpdateJob:
 
 
 def evaluate_job(config: RunConfig) -> EvaluateJob:
-    """The same before and after training, so that pictures compare."""
+    """The same before and after training, so that pictures compare, and however often it is done."""
     return EvaluateJob(
         model=config.model,
         sampling=config.sampling,
         rollout=config.rollout,
         score=config.score,
-        evaluate=config.evaluate,
+        evaluate=config.evaluate.model_copy(update={"every": 0}),
         seed=config.seed,
     )

@@ -8,9 +8,6 @@ import numpy as np
 from mdiff_core import seeds
 from mdiff_core.errors import BadArtifact
 
-Seed = tuple[int, int]
-"""Run seed and round."""
-
 COLUMNS = {
     "transitions": (
         *("sample", "group", "condition", "negative", "guidance", "sigmas", "sde_steps", "latent_steps", "log_probs"),
@@ -36,60 +33,72 @@ def split(groups: Mapping[str, int], *, updates: int, seed: int, round: int) -> 
     return steps
 
 
-def make(
-    kind: str, batch: Mapping[str, Any], chosen: Sequence[int], advantage: np.ndarray, *, seed: int, round: int
-) -> dict[str, Any]:
-    """Columns of the `kind` of rows for n trajectories of a batch of `COLUMNS[kind]`.
+class Maker:
+    """Makes the rows of one optimizer step, batch after batch.
 
-    chosen [n] are positions in the batch, advantage [n]; a row's seed derives from (seed, round, sample, step).
-    BadArtifact when a trained step's latents were not recorded.
+    Latents are gathered into memory that is used again from the second next batch on, when a table's writer is done
+    with it: fresh memory costs the kernel more than the copy itself.
     """
-    rows = np.asarray(chosen, np.intp)
-    return MAKERS[kind](batch, rows, advantage.astype(np.float32), (seed, round))
 
+    def __init__(self, kind: str, *, seed: int, round: int) -> None:
+        self._columns = {"transitions": self._transitions, "clean": self._clean}[kind]
+        self._seed = (seed, round)
+        self._memory: tuple[dict[str, np.ndarray], dict[str, np.ndarray]] = ({}, {})
 
-def transitions(batch: Mapping[str, Any], rows: np.ndarray, advantage: np.ndarray, seed: Seed) -> dict[str, Any]:
-    """One row per (sample, trained step), W a sample."""
-    trained, recorded = batch["sde_steps"][rows], batch["latent_steps"][rows]
-    samples = [batch["sample"][row] for row in rows]
-    if not trained.size:
-        raise BadArtifact(f"{samples[0]}: no trained step was recorded; draw the round with a window (sampling.window)")
-    sigmas = batch["sigmas"][rows].astype(np.float32, copy=False)
-    x, x_next = (_positions(recorded, trained + offset, samples) for offset in (0, 1))
-    latents = batch["latents"]
-    flat = latents.reshape(-1, *latents.shape[2:])
-    first = rows[:, None] * latents.shape[1]
-    steps = trained.shape[1]
-    names = [(sample, step) for sample, row in zip(samples, trained.tolist(), strict=True) for step in row]
-    return _shared(batch, np.repeat(rows, steps), np.repeat(advantage, steps), [(*seed, *name) for name in names]) | {
-        "step": trained.ravel().astype(np.int32, copy=False),
-        "sigma": np.take_along_axis(sigmas, trained, 1).ravel(),
-        "sigma_next": np.take_along_axis(sigmas, trained + 1, 1).ravel(),
-        "sigma_ceiling": np.repeat(sigmas[:, 1], steps),
-        "x": flat.take((first + x).ravel(), axis=0),
-        "x_next": flat.take((first + x_next).ravel(), axis=0),
-        "log_prob": batch["log_probs"][rows].ravel().astype(np.float32, copy=False),
-    }
+    def make(self, batch: Mapping[str, Any], chosen: Sequence[int], advantage: np.ndarray) -> dict[str, Any]:
+        """Columns of the rows for n trajectories, `chosen` [n] of a batch of `COLUMNS[kind]`, advantage [n].
 
+        A row's seed derives from (run seed, round, sample, step). BadArtifact when a trained step's latents are missing.
+        """
+        self._memory = self._memory[::-1]
+        return self._columns(batch, np.asarray(chosen, np.intp), advantage.astype(np.float32))
 
-def clean(batch: Mapping[str, Any], rows: np.ndarray, advantage: np.ndarray, seed: Seed) -> dict[str, Any]:
-    """One row per sample: its final latent."""
-    names = [(*seed, batch["sample"][row]) for row in rows]
-    return _shared(batch, rows, advantage, names) | {"x0": batch["clean"].take(rows, axis=0)}
+    def _transitions(self, batch: Mapping[str, Any], rows: np.ndarray, advantage: np.ndarray) -> dict[str, Any]:
+        """One row per (sample, trained step), W a sample."""
+        trained, recorded = batch["sde_steps"][rows], batch["latent_steps"][rows]
+        samples = [batch["sample"][row] for row in rows]
+        if not trained.size:
+            raise BadArtifact(
+                f"{samples[0]}: no trained step was recorded; draw the round with a window (sampling.window)"
+            )
+        sigmas = batch["sigmas"][rows].astype(np.float32, copy=False)
+        x, x_next = (_positions(recorded, trained + offset, samples) for offset in (0, 1))
+        latents = batch["latents"]
+        flat = latents.reshape(-1, *latents.shape[2:])
+        first = rows[:, None] * latents.shape[1]
+        steps = trained.shape[1]
+        names = [(sample, step) for sample, row in zip(samples, trained.tolist(), strict=True) for step in row]
+        return self._shared(batch, np.repeat(rows, steps), np.repeat(advantage, steps), names) | {
+            "step": trained.ravel().astype(np.int32, copy=False),
+            "sigma": np.take_along_axis(sigmas, trained, 1).ravel(),
+            "sigma_next": np.take_along_axis(sigmas, trained + 1, 1).ravel(),
+            "sigma_ceiling": np.repeat(sigmas[:, 1], steps),
+            "x": self._gather("x", flat, (first + x).ravel()),
+            "x_next": self._gather("x_next", flat, (first + x_next).ravel()),
+            "log_prob": batch["log_probs"][rows].ravel().astype(np.float32, copy=False),
+        }
 
+    def _clean(self, batch: Mapping[str, Any], rows: np.ndarray, advantage: np.ndarray) -> dict[str, Any]:
+        """One row per sample: its final latent."""
+        names = [(batch["sample"][row],) for row in rows]
+        return self._shared(batch, rows, advantage, names) | {"x0": self._gather("x0", batch["clean"], rows)}
 
-MAKERS = {"transitions": transitions, "clean": clean}
+    def _shared(
+        self, batch: Mapping[str, Any], rows: np.ndarray, advantage: np.ndarray, names: Sequence[tuple[int | str, ...]]
+    ) -> dict[str, Any]:
+        text = {name: [batch[name][row] for row in rows] for name in ("sample", "group", "condition", "negative")}
+        return text | {
+            "advantage": advantage,
+            "guidance": batch["guidance"][rows].astype(np.float32),
+            "seed": np.array([seeds.derive("row", *self._seed, *name) for name in names], np.int64),
+        }
 
-
-def _shared(
-    batch: Mapping[str, Any], rows: np.ndarray, advantage: np.ndarray, names: Sequence[tuple[int | str, ...]]
-) -> dict[str, Any]:
-    text = {name: [batch[name][row] for row in rows] for name in ("sample", "group", "condition", "negative")}
-    return text | {
-        "advantage": advantage,
-        "guidance": batch["guidance"][rows].astype(np.float32),
-        "seed": np.array([seeds.derive("row", *name) for name in names], np.int64),
-    }
+    def _gather(self, name: str, source: np.ndarray, index: np.ndarray) -> np.ndarray:
+        memory = self._memory[0].get(name)
+        if memory is None or len(memory) < len(index) or memory.dtype != source.dtype:
+            memory = self._memory[0][name] = np.empty((len(index), *source.shape[1:]), source.dtype)
+        # indices are right by construction; numpy buffers the whole output unless told how to treat wrong ones
+        return np.take(source, index, axis=0, out=memory[: len(index)], mode="clip")
 
 
 def _positions(recorded: np.ndarray, wanted: np.ndarray, samples: Sequence[str]) -> np.ndarray:

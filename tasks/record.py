@@ -33,7 +33,7 @@ def record(config: str, made: list[FlyteDirectory]) -> bool:
 
 def tell(folder: Path, manifests: Sequence[Manifest]) -> list[metrics.Record]:
     """Append the records and print a line for each, but for what the run has already told."""
-    made = {STAGES[manifest.stage]: manifest for manifest in manifests}
+    made = {stage_of(manifest): manifest for manifest in manifests}
     known = {(found["kind"], found["round"]) for found in metrics.read(folder)}
     rounds = max((number for kind, number in known if kind == "round"), default=0)
     told = []
@@ -49,6 +49,11 @@ def tell(folder: Path, manifests: Sequence[Manifest]) -> list[metrics.Record]:
                 sinks.write(found)
                 say(metrics.one_line(found))
     return told
+
+
+def stage_of(manifest: Manifest) -> str:
+    """The stage that made the artifact; pairs come from two."""
+    return "encode" if manifest.stage == "pairs" and "data" in manifest.job else STAGES[manifest.stage]
 
 
 def round_of(number: int, made: Mapping[str, Manifest]) -> metrics.Record:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 
 from mdiff_core import seeds
 from mdiff_core.errors import BadSetting

@@ -19,13 +19,14 @@ from tasks.score import score
 from tasks.update import UPDATES
 
 CHUNK = 20
-"""Rounds in one dynamic: about fifty nodes is what the console shows well."""
-
+"""Rounds in one dynamic: about fifty nodes is as many as the console shows well."""
+ORDERS = {"container_image": hardware.SCORE_IMAGE, "requests": hardware.SMALL}
+"""Where the dynamics run, which only order tasks."""
 Round = tuple[Artifact, Artifact, bool]
 """Policy, train state, and whether the target is reached."""
 
 
-@dynamic(container_image=hardware.SCORE_IMAGE, requests=hardware.SMALL)
+@dynamic(**ORDERS)
 def one_round(
     config: str, index: int, done: bool, inputs: list[FlyteDirectory], policy: FlyteDirectory, state: FlyteDirectory
 ) -> Round:
@@ -33,41 +34,35 @@ def one_round(
     if done:
         return policy, state, done
     run = RunConfig.from_json(config)
-    made = inputs[1:] if run.algorithm == "sft" else draw(run, index, inputs[0], policy)
+    made = inputs[1:] or draw(run, index, inputs[0], policy)
     policy, state = UPDATES[run.hardware.topology](
         job=jobs.update_job(run, index).to_json(), store=run.store, pairs=made[-1], policy=policy, state=state
     ).with_overrides(**hardware.pod(run.hardware.update))
-    made = [*made, policy]
+    told = [policy] if index > 0 and inputs[1:] else [*made, policy]
     if run.evaluate.every and (index + 1) % run.evaluate.every == 0 and index + 1 < run.rounds:
-        made.append(measure(run, inputs[0], policy))
-    return policy, state, record(config=config, made=made)
+        told.append(measure(run, inputs[0], policy))
+    return policy, state, record(config=config, made=told)
 
 
 def draw(run: RunConfig, index: int, prompts: FlyteDirectory, policy: FlyteDirectory) -> list[FlyteDirectory]:
     """Trajectories, scores and pairs of a round, as nodes of the calling dynamic."""
     store, machines = run.store, run.hardware
-    trajectories = rollout(
-        job=jobs.rollout_job(run, index).to_json(), store=store, prompts=prompts, policy=policy
-    ).with_overrides(**hardware.ray(machines))
-    scores = score(job=jobs.score_job(run).to_json(), store=store, trajectories=trajectories).with_overrides(
-        **hardware.pod(machines.score)
-    )
+    job = jobs.rollout_job(run, index).to_json()
+    drawn = rollout(job=job, store=store, prompts=prompts, policy=policy).with_overrides(**hardware.ray(machines))
+    job = jobs.score_job(run).to_json()
+    scores = score(job=job, store=store, trajectories=drawn).with_overrides(**hardware.pod(machines.score))
     job = jobs.pair_job(run, index, find("loss", run.loss.name).rows).to_json()
-    pairs = pair(job=job, store=store, trajectories=trajectories, scores=scores).with_overrides(
-        **hardware.pod(machines.pair)
-    )
-    return [trajectories, scores, pairs]
+    pairs = pair(job=job, store=store, trajectories=drawn, scores=scores).with_overrides(**hardware.pod(machines.pair))
+    return [drawn, scores, pairs]
 
 
 def measure(run: RunConfig, prompts: FlyteDirectory, policy: FlyteDirectory) -> FlyteDirectory:
     """The held-out evaluation of a policy, as a node of the calling dynamic."""
-    job = jobs.evaluate_job(run).to_json()
-    return evaluate(job=job, store=run.store, prompts=prompts, policy=policy).with_overrides(
-        **hardware.ray(run.hardware)
-    )
+    asked = {"job": jobs.evaluate_job(run).to_json(), "store": run.store}
+    return evaluate(**asked, prompts=prompts, policy=policy).with_overrides(**hardware.ray(run.hardware))
 
 
-@dynamic(container_image=hardware.SCORE_IMAGE, requests=hardware.SMALL)
+@dynamic(**ORDERS)
 def some_rounds(
     config: str, first: int, done: bool, inputs: list[FlyteDirectory], policy: FlyteDirectory, state: FlyteDirectory
 ) -> Round:
@@ -77,7 +72,7 @@ def some_rounds(
     return policy, state, done
 
 
-@dynamic(container_image=hardware.SCORE_IMAGE, requests=hardware.SMALL)
+@dynamic(**ORDERS)
 def run_rounds(config: str, prompts: FlyteDirectory, policy: FlyteDirectory, state: FlyteDirectory) -> Artifact:
     """Measure, train for the run's rounds or until the target is reached, measure again, publish."""
     run = RunConfig.from_json(config)
@@ -87,9 +82,9 @@ def run_rounds(config: str, prompts: FlyteDirectory, policy: FlyteDirectory, sta
         if run.data:
             pairs = encode(job=encode_job(run, run.data), store=run.store)
             inputs.append(pairs.with_overrides(**hardware.pod(run.hardware.pair)))
-        for first in range(0, run.rounds, CHUNK):
+        for i in range(0, run.rounds, CHUNK):
             policy, state, done = some_rounds(
-                config=config, first=first, done=done, inputs=inputs, policy=policy, state=state
+                config=config, first=i, done=done, inputs=inputs, policy=policy, state=state
             )
         return publish(config=config, before=before, after=measure(run, prompts, policy), policy=policy)
 

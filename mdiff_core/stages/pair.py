@@ -90,13 +90,14 @@ def write_rows(job: PairJob, trajectories: Path, out: Path, places: Mapping[str,
     with ExitStack() as stack:
         steps = sorted({place.step for place in places.values()} - {DROPPED})
         writers = {step: stack.enter_context(tables.row_writer(out, step, job.rows)) for step in steps}
+        makers = {step: pairs.Maker(job.rows, seed=job.seed, round=job.round) for step in steps}
         for batch in tables.trajectory_batches(trajectories, pairs.COLUMNS[job.rows]):
             found = match(batch, left)
             for step, writer in writers.items():
                 chosen = [position for position, place in enumerate(found) if place.step == step]
                 if chosen:
                     credit = np.array([found[position].advantage for position in chosen])
-                    writer.add_batch(pairs.make(job.rows, batch, chosen, credit, seed=job.seed, round=job.round))
+                    writer.add_batch(makers[step].make(batch, chosen, credit))
         if left:
             raise BadArtifact(
                 f"scores: sample '{next(iter(left))}' has no trajectory ({len(left)} such); run the score stage again"

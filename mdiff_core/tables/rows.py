@@ -39,7 +39,7 @@ class RowWriter:
     def add_batch(self, columns: Mapping[str, Column]) -> None:
         """Append N rows as one record batch, every column of the kind: texts, numbers [N], tensors [N, *shape].
 
-        It is written while you make the next one: do not change the arrays afterwards.
+        It is written while you make the next one, so its arrays must stay as they are until `add_batch` returns again.
         """
         sizes = {len(column) for column in columns.values()}
         if len(sizes) != 1:

@@ -50,7 +50,8 @@ class ShardWriter:
     """Writes one table; its files get their names together, on leaving the `with` block without an error.
 
     Until then they are `.tmp` files, and on an error they are removed, so no torn or half table can be read. A batch
-    goes to disk while the caller makes the next, so what is passed to `write` must not be changed afterwards.
+    goes to disk while the caller makes the next, so what is passed to `write` must not change until
+    `write` has returned once more.
     """
 
     def __init__(self, folder: Path, stem: str, schema: Schema, *, shard_bytes: int = SHARD_BYTES) -> None:

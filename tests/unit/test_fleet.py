@@ -17,7 +17,7 @@ import torch
 
 from mdiff_core import policies
 from mdiff_core.errors import BadArtifact, BadSetting, EngineFailed
-from mdiff_core.fleet import Fleet
+from mdiff_core.fleet import Fleet, progress
 from mdiff_core.fleet.actor import EngineActor, pack, unpack
 from mdiff_core.fleet.fleet import AHEAD, IN_FLIGHT, _Job, _share, _Slot
 from mdiff_core.options import Choice
@@ -118,7 +118,7 @@ def test_dead_hung_and_failing_engines_are_replaced_and_nothing_is_lost(
     ("refuse", BadSetting, "cannot be drawn"),
     ("fault", TypeError, "slip of the pen"),
     ("error", EngineFailed, r"engine 0 failed \(RuntimeError: the device fell over\) while drawing batch 1, after 0 restarts"),
-    ("die", EngineFailed, r"engine 0 died .* batch 1, after 0 restarts \(rollout\.restarts\)"),
+    ("die", EngineFailed, r"engine 0 died .* batch [01], after 0 restarts \(rollout\.restarts\)"),
 ])  # fmt: skip
 def test_the_stage_ends_when_no_restart_is_left_or_would_help(
     given_ray: None, policy: Path, deed: str, kind: type[Exception], words: str
@@ -165,6 +165,21 @@ def test_few_batches_are_out_at_a_time(policy: Path, monkeypatch: pytest.MonkeyP
         slots[1].jobs.clear()
         fleet._feed(waiting, AHEAD * 2)
     assert waiting[0] == AHEAD * 2
+
+
+def test_progress_goes_to_the_log_now_and_then_where_there_is_no_terminal(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", logger="mdiff.rollout")
+    with progress.Progress(30) as shown:
+        shown.add(10)
+        assert not caplog.messages
+        monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
+        shown.add(10)
+        monkeypatch.undo()
+        shown.add(10)
+    assert [message.split(",")[0] for message in caplog.messages] == ["20 of 30 images", "30 of 30 images"]
+    assert all("images/s" in message and message.endswith("s left") for message in caplog.messages)
 
 
 def test_a_policy_reaches_machines_that_do_not_see_its_folder(policy: Path, tmp_path: Path) -> None:

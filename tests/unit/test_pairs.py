@@ -1,5 +1,6 @@
 """Rows are the steps that were taken, joined by name, split into whole groups, and the same every time."""
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from mdiff_core.errors import BadArtifact, BadSetting
 from mdiff_core.jobs import PairJob
 from mdiff_core.settings import Advantage
 from mdiff_core.stages import pair
+from mdiff_core.tables import writing
 from mdiff_core.types import Prompt, Scored, Trajectory
 
 SIZE, T = 4, 5
@@ -128,6 +130,20 @@ def test_steps_need_not_touch_or_be_recorded_alone(tmp_path: Path) -> None:
     assert found["step"].tolist() == [0, 3] * 4
     assert found["x"][:, 0, 0, 0].tolist() == pytest.approx([i + k / 10 for i in range(4) for k in (0, 3)])
     assert found["x_next"][:, 0, 0, 0].tolist() == pytest.approx([i + k / 10 for i in range(4) for k in (1, 4)])
+
+
+def test_a_slow_disk_gets_every_row_as_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are written while later ones are made, in memory that is used again."""
+    append = writing._append
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.02)
+        append(*arguments)
+
+    monkeypatch.setattr(writing, "_append", slowly)
+    rows = [drawn(i) for i in range(24)]
+    (found,), _ = run(tmp_path, rows, [judged(row, float(i)) for i, row in enumerate(rows)], a_job())
+    assert found["x"][:, 0, 0, 0].tolist() == pytest.approx([i + k / 10 for i in range(24) for k in (1, 2)])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

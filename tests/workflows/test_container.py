@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from flyteidl.core import dynamic_job_pb2, errors_pb2, literals_pb2
 from flytekit import FlyteContextManager, PythonFunctionTask
+from flytekit.configuration import SERIALIZED_CONTEXT_ENV_VAR, ImageConfig, SerializationSettings
 from flytekit.core.type_engine import TypeEngine
 from flytekit.core.utils import load_proto_from_file, write_proto_to_file
 from flytekit.types.directory import FlyteDirectory
@@ -21,7 +22,14 @@ from tests.workflows.conftest import ROOT, SMALL, Finished, call
 
 ENTRYPOINT = Path(sys.executable).with_name("pyflyte-execute")
 RESOLVER = "flytekit.core.python_auto_container.default_task_resolver"
-IMAGES = [f"--image={name}=registry.example/mdiff-{name}:v1" for name in ("rollout", "train", "score")]
+IMAGES = {name: f"registry.example/mdiff-{name}:v1" for name in ("rollout", "train", "score")}
+REGISTERED = SerializationSettings(
+    image_config=ImageConfig.from_images(default_image=IMAGES["score"], m=IMAGES),
+    project="mdiff",
+    domain="development",
+    version="1",
+)
+"""What registering puts into a dynamic's environment."""
 
 
 def handle(folder: str | Path) -> FlyteDirectory:
@@ -40,7 +48,8 @@ def execute(task: PythonFunctionTask, inputs: Mapping[str, Any], folder: Path, e
     command += ["--raw-output-data-prefix", str(folder / "raw"), "--checkpoint-path", str(folder / "checkpoints")]
     command += ["--prev-checkpoint", '""', "--resolver", RESOLVER, "--"]
     command += ["task-module", task.task_function.__module__, "task-name", task.task_function.__name__]
-    ended = call(command, environment, folder / "cwd")
+    registered = {SERIALIZED_CONTEXT_ENV_VAR: REGISTERED.serialized_context}
+    ended = call(command, {**environment, **registered}, folder / "cwd")
     assert ended.code == 0, ended.said  # whatever the task did: the outcome is in the files
     return folder / "out"
 
@@ -201,6 +210,8 @@ def test_a_round_asks_for_the_machines_of_its_recipe(executed: dict[str, Path]) 
     asked = {entry["name"]: entry["value"] for entry in update["resources"]["requests"]}
     assert asked == {"CPU": "64", "MEMORY": "512Gi", "GPU": "8"}
     assert update["extendedResources"]["gpuAccelerator"]["device"] == "nvidia-h100"
+    images = {task["id"]["name"]: task["container"]["image"] for task in found["tasks"] if "container" in task}
+    assert images["tasks.update.update_1x8"] == IMAGES["train"]
     templates = {task["id"]["name"]: task for task in found["tasks"]}
     (workers,) = templates["tasks.rollout.rollout"]["custom"]["rayCluster"]["workerGroupSpec"]
     limits = workers["k8sPod"]["podSpec"]["containers"][0]["resources"]["limits"]
