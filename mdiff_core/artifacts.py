@@ -58,12 +58,18 @@ def read_manifest(uri: str) -> Manifest:
         found = json.loads(fs.cat_file(f"{root}/{MANIFEST}"))
         manifest = Manifest(**found)
     except FileNotFoundError:
-        raise BadArtifact(f"{uri}: no {MANIFEST}, so this is not a finished artifact; run the stage that makes it again") from None
+        raise BadArtifact(
+            f"{uri}: no {MANIFEST}, so this is not a finished artifact; run the stage that makes it again"
+        ) from None
     except (ValueError, TypeError) as error:
-        raise BadArtifact(f"{uri}/{MANIFEST} cannot be read ({error}); delete the folder and run its stage again") from error
+        raise BadArtifact(
+            f"{uri}/{MANIFEST} cannot be read ({error}); delete the folder and run its stage again"
+        ) from error
     for name, size in manifest.sizes.items():
         if not fs.exists(f"{root}/{name}") or fs.size(f"{root}/{name}") != size:
-            raise BadArtifact(f"{uri}/{name}: missing or not the {size} bytes its manifest says; delete the folder and run its stage again")
+            raise BadArtifact(
+                f"{uri}/{name}: missing or not the {size} bytes its manifest says; delete the folder and run its stage again"
+            )
     return manifest
 
 
@@ -188,7 +194,9 @@ class Production:
             finish(folders[role], uri, manifest)
 
 
-def production(store: str, stage: str, version: str, job: str, inputs: Mapping[str, str], roles: tuple[str, ...] = ()) -> Production:
+def production(
+    store: str, stage: str, version: str, job: str, inputs: Mapping[str, str], roles: tuple[str, ...] = ()
+) -> Production:
     """What `stage` would make of `inputs` (role to artifact URI) with `job`; roles default to the stage's own name."""
     keys = {role: read_manifest(uri).key for role, uri in inputs.items()}
     key = key_of(stage, version, job, keys)
@@ -197,7 +205,9 @@ def production(store: str, stage: str, version: str, job: str, inputs: Mapping[s
 
 
 def produce(
-    made: Production, run: Callable[[Mapping[str, Path], Mapping[str, Path]], Mapping[str, Any]], inputs: Mapping[str, Path]
+    made: Production,
+    run: Callable[[Mapping[str, Path], Mapping[str, Path]], Mapping[str, Any]],
+    inputs: Mapping[str, Path],
 ) -> Mapping[str, str]:
     """Run a single-process stage unless its outputs are there: run(inputs, folders) -> metrics. Returns role to URI."""
     if not made.done:

@@ -254,4 +254,3 @@ SLOTS: dict[str, type] = {
     "loss": Loss,
 }
 """Every slot of the registry and its contract."""
-

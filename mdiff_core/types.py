@@ -198,5 +198,3 @@ class PolicyVersion:
     """sha256 over the weight files' sha256; of the base digest when there are none."""
     targets: tuple[str, ...]
     """Names of the adapted modules; empty unless kind is lora."""
-
-

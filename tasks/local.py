@@ -1,16 +1,12 @@
-"""What a run on one's own machine needs: no dangling cache, and one Ray for the whole run."""
+"""What a run on one's own machine needs: one Ray for the whole run."""
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from flytekit import FlyteContextManager
 
 from mdiff_core import fleet
-
-# A local cache entry is a path, which dangles once its folder is deleted; artifacts are found by their content instead.
-os.environ.setdefault("FLYTE_LOCAL_CACHE_ENABLED", "false")
 
 
 def is_local() -> bool:

@@ -29,7 +29,7 @@ RECIPE = RunConfig(
     ),
     data=Data(captions="build/shapes_images/captions.jsonl"),
     sampling=Sampling(width=64, height=64, steps=10, kernel=Choice(name="ode")),
-    rollout=Rollout(group_size=1, batch=48),
+    rollout=Rollout(group_size=1, batch=48, keep_engines=True),
     score=Score(rewards=(RewardTerm(name="shapes"),)),
     loss=Choice(name="sft"),
     train=Train(

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from mdiff_core.settings import RunConfig
 from mdiff_core.types import PolicyVersion, Prompt
 
 VERSION = "1"
+ENDS = 2**20
+"""Bytes of a weight file that are looked at, at its beginning and at its end."""
 
 
 def settings(recipe: str, overrides: Sequence[str]) -> RunConfig:
@@ -88,7 +91,12 @@ def plan(config: RunConfig, start: PolicyVersion | None) -> Plan:
 
     content = {
         "prompts": {"train": digest_of(train), "held_out": digest_of(held_out)},
-        "policy": {"base": base, "model": config.model.path, "start": start.checksum if start else ""},
+        "policy": {
+            "base": base,
+            "model": config.model.path,
+            "weights": fingerprint(config.model.path),
+            "start": start.checksum if start else "",
+        },
         "state": {},
     }
     productions = {
@@ -115,6 +123,21 @@ def fill(
     """One artifact; there is nothing to measure."""
     write(folders[role])
     return {}
+
+
+def fingerprint(model: str) -> str:
+    """sha256 of name, size and both ends of each weight file of a model folder, so that a model trained anew in the same
+    place is another one; empty for a hub id."""
+    found = hashlib.sha256()
+    paths = sorted(Path(model).rglob("*.safetensors")) if Path(model).is_dir() else []
+    for path in paths:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            found.update(f"{path.relative_to(model)} {size}\n".encode())
+            for start in (0, max(0, size - ENDS)):
+                file.seek(start)
+                found.update(file.read(ENDS))
+    return found.hexdigest() if paths else ""
 
 
 def digest_of(chosen: Sequence[Prompt]) -> str:

@@ -3,7 +3,7 @@
 import math
 import mmap
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -50,16 +50,9 @@ class Shard:
         offset = array.buffers()[-1].address - self._base
         return np.frombuffer(self._map, dtype, math.prod(whole), offset).reshape(whole)
 
-    def read_only_what_is_asked(self) -> None:
-        """No reading ahead into columns that nobody wants, such as frames; ask with `prefetch`."""
-        self._map.madvise(mmap.MADV_RANDOM)
-
-    def prefetch(self, array: pa.Array) -> None:
-        """Ask the kernel to read the column in the background."""
-        buffer = array.buffers()[-1]
-        if buffer is not None and buffer.size:
-            start = (buffer.address - self._base) // mmap.PAGESIZE * mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_WILLNEED, start, buffer.address - self._base + buffer.size - start)
+    def expect_sequential_reads(self) -> None:
+        """Tell the kernel to read ahead, but not into what lies between, such as the frames that nobody looks at."""
+        self._map.madvise(mmap.MADV_SEQUENTIAL)
 
 
 class Batch:
@@ -99,11 +92,6 @@ class Batch:
         """Whether the column holds text."""
         return bool(pa.types.is_string(self._batch.schema.field(name).type))
 
-    def prefetch(self, names: Sequence[str]) -> None:
-        """Ask the kernel to read these columns in the background."""
-        for name in names:
-            self._shard.prefetch(self._batch.column(name))
-
     def _raw(self, field: pa.Field) -> np.ndarray:
         return self._shard.numbers(self._batch.column(field.name), number_type(field), shape_of(field))
 
@@ -120,17 +108,9 @@ def paths_of(folder: Path, stem: str) -> list[Path]:
     return [found[number] for number in sorted(found)]
 
 
-def batches(folder: Path, stem: str, schema: Schema, *, prefetch: Sequence[str] = ()) -> Iterator[Batch]:
-    """The table's record batches in order, the named columns of the next one being read meanwhile."""
-    ahead: Batch | None = None
+def batches(folder: Path, stem: str, schema: Schema) -> Iterator[Batch]:
+    """The table's record batches, to be gone through in order; no more than two files are mapped at a time."""
     for path in paths_of(folder, stem):
         shard = Shard(path, {schema.name: schema})
-        if prefetch:
-            shard.read_only_what_is_asked()
-        for batch in shard.batches():
-            batch.prefetch(prefetch)
-            if ahead is not None:
-                yield ahead
-            ahead = batch
-    if ahead is not None:
-        yield ahead
+        shard.expect_sequential_reads()
+        yield from shard.batches()

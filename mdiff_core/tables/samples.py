@@ -142,12 +142,12 @@ def _trajectories(batch: Batch) -> Iterator[Trajectory]:
 def trajectory_batches(folder: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     """These columns, some dozen rows at a time: lists of str and arrays [N, ...] on the memory map.
 
-    bfloat16 becomes an exact float32 copy. The next batch's columns are read from disk meanwhile.
+    bfloat16 becomes an exact float32 copy.
     """
     for name in columns:
         if name not in TRAJECTORIES.columns:
             raise KeyError(f"trajectories have no column '{name}'; they have {', '.join(TRAJECTORIES.columns)}")
-    for batch in batches(folder, TRAJECTORIES.name, TRAJECTORIES, prefetch=columns):
+    for batch in batches(folder, TRAJECTORIES.name, TRAJECTORIES):
         yield {name: batch.column(name) for name in columns}
 
 

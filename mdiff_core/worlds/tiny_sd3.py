@@ -274,7 +274,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m mdiff_core.worlds.tiny_sd3", description=__doc__)
     parser.add_argument("what", choices=("build", "blank"))
-    parser.add_argument("--model", type=Path, default=Path("assets/shapes_sd3"), help="blank: whose other parts to take")
+    parser.add_argument(
+        "--model", type=Path, default=Path("assets/shapes_sd3"), help="blank: whose other parts to take"
+    )
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--vae-steps", type=int, default=1500)

@@ -28,6 +28,7 @@ SMALL = (
     'sampling.window={"name": "all"}',
     "train.lora.rank=2",
     "train.updates_per_round=2",
+    "train.lr=1e-3",
     "train.microbatch=4",
     "train.eps=1e-4",  # so that what rounds a gradient near 0 differently does not move the weight by all of lr
     "evaluate.prompts=2",

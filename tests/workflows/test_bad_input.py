@@ -21,7 +21,7 @@ def refused(arguments: list[str], store: Path, environment: Mapping[str, str]) -
 
 def last_words(ended: Ended) -> str:
     """The end of the output, with line breaks and frames of the terminal taken out."""
-    return " ".join(ended.said.replace("│", " ").split())[-600:]
+    return " ".join(ended.said.replace("│", " ").split())[-900:]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_full_disk(ray_address: Mapping[str, str], tmp_path: Path) -> None:
     ended = call([*PYFLYTE, *post_train(tmp_path, "evaluate.prompts=8")], ray_address, largest_file=100_000)
     assert ended.code == 1, ended.said
     said = last_words(ended)
-    assert "trajectories-00000.arrow: the disk is full while this table is written" in said
+    assert "-00000.arrow: the disk is full while this table is written" in said
     assert "set `store` to a larger disk" in said
     assert not list(tmp_path.glob("evaluation/*/manifest.json"))
 
