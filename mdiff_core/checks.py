@@ -160,8 +160,8 @@ def check_hardware(config: RunConfig) -> None:
     wanted, there = rollout.engines * rollout.gpus_per_engine, hardware.rollout_workers * hardware.rollout.gpu
     if wanted > there:
         raise BadSetting(
-            f"rollout.engines: {rollout.engines} with {rollout.gpus_per_engine:g} GPUs each need {wanted:g}, and {hardware.rollout_workers} "
-            f"Ray workers (hardware.rollout_workers) with {hardware.rollout.gpu} GPUs have {there}; use fewer engines or more workers"
+            f"rollout.engines: {rollout.engines} with {rollout.gpus_per_engine:g} GPUs each need {wanted:g}, and "
+            f"{hardware.rollout_workers} Ray workers (hardware.rollout_workers) with {hardware.rollout.gpu} GPUs have {there}; use fewer engines or more workers"
         )
 
 
@@ -173,7 +173,8 @@ def check_prompts(config: RunConfig) -> None:
         read_prompts("prompts.train", config.prompts.train, rewards)
     if config.evaluate.prompts > len(held_out):
         raise BadSetting(
-            f"evaluate.prompts: {config.evaluate.prompts}, and '{config.prompts.held_out}' has {len(held_out)} prompts; use {len(held_out)} at most"
+            f"evaluate.prompts: {config.evaluate.prompts}, and '{config.prompts.held_out}' has {len(held_out)} prompts; "
+            f"use {len(held_out)} at most"
         )
 
 

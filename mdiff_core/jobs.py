@@ -1,7 +1,7 @@
 """Each stage's part of the RunConfig, and nothing more: what is in a job is what its cache key sees."""
 
-from mdiff_core.settings import Advantage, Data, Evaluate, Model, Rollout, RunConfig, Sampling, Score, Train
 from mdiff_core.options import Choice, Options
+from mdiff_core.settings import Advantage, Data, Evaluate, Model, Rollout, RunConfig, Sampling, Score, Train
 
 
 class RolloutJob(Options):

@@ -73,7 +73,7 @@ class RewardTerm(Options):
     """One reward and its weight."""
 
     name: str
-    options: dict[str, JsonValue] = {}
+    options: dict[str, JsonValue] = Field(default={})
     weight: float = 1.0
 
 
