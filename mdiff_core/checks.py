@@ -161,7 +161,8 @@ def check_hardware(config: RunConfig) -> None:
     if wanted > there:
         raise BadSetting(
             f"rollout.engines: {rollout.engines} with {rollout.gpus_per_engine:g} GPUs each need {wanted:g}, and "
-            f"{hardware.rollout_workers} Ray workers (hardware.rollout_workers) with {hardware.rollout.gpu} GPUs have {there}; use fewer engines or more workers"
+            f"{hardware.rollout_workers} Ray workers (hardware.rollout_workers) with {hardware.rollout.gpu} GPUs have {there}; "
+            f"use fewer engines or more workers"
         )
 
 

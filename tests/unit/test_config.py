@@ -160,7 +160,7 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
         (RL, ["rollout.group_size=1"], "rollout.group_size: 1 sample has no spread"),
         (
             RL,
-            ["rollout.group_size=1", "advantage.mean=batch"],
+            ["rollout.group_size=1", "advantage.mean=batch", "advantage.std=group"],
             "rollout.group_size: 1 sample has no spread, so advantage.std=group",
         ),
         (RL, ["sampling.kernel.name=ode", "sampling.kernel.options={}"], "sampling.kernel.name: 'ode' has no noise"),
