@@ -116,7 +116,7 @@ def test_the_shipped_vae_keeps_scenes() -> None:
 
 
 def test_the_shipped_model_is_small_and_of_this_code() -> None:
-    assert sum(path.stat().st_size for path in SHIPPED.parent.rglob("*") if path.is_file()) <= 9.5e6
+    assert sum(path.stat().st_size for path in SHIPPED.parent.rglob("*") if path.is_file()) <= 10e6
     config = json.loads((SHIPPED / "transformer" / "config.json").read_text())
     made = json.loads(json.dumps(dict(tiny_sd3.transformer().config)))
     assert {key: config[key] for key in made if key[0] != "_"} == {key: made[key] for key in made if key[0] != "_"}
