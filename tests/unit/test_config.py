@@ -176,7 +176,7 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
         (RL, ["evaluate.weights=ema"], "evaluate.weights: 'ema', but train.ema is null"),
         (
             RL,
-            ["evaluate.prompts=1000"],
+            ["evaluate.prompts=1000", "prompts.held_out=assets/shapes_prompts/held_out.jsonl"],
             "evaluate.prompts: 1000, and 'assets/shapes_prompts/held_out.jsonl' has 96 prompts",
         ),
         (RL, ["train.precision=fp16"], "train.precision: 'fp16' needs a GPU"),
