@@ -189,7 +189,7 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
         ("sd35m_flow_grpo_ocr", ["rollout.engines=9"], "rollout.engines: 9 with 1 GPUs each need 9"),
         (RL, ["data.captions=some.jsonl"], "data.captions: 'some.jsonl' has no use with algorithm 'rl'"),
         (SFT, ["data=null"], "data: null, but algorithm is 'sft'"),
-        (SFT, ["loss.name=flow_grpo"], "loss.name: 'flow_grpo' trains on sampler steps"),
+        (SFT, ['loss={"name": "flow_grpo"}'], "loss.name: 'flow_grpo' trains on sampler steps"),
         (SFT, ["target_reward=0.5"], "target_reward: 0.5 has no meaning"),
     ],
 )

@@ -56,8 +56,9 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def own_threads() -> Any:
-    """The engine option `threads` changes the whole process."""
+    """One for every test, as the engine option `threads` says: it is set when an engine is made, and engines are shared."""
     before = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
