@@ -382,21 +382,29 @@ from test_tables import trajectory
 from dataclasses import replace
 import torch
 row = replace(trajectory(0), latents=torch.zeros(3, 16, 64, 64), clean=torch.zeros(16, 64, 64))
-rss = lambda: int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) / 1024
-folder = Path(sys.argv[1])
+folder, peak = Path(sys.argv[1]), 0.0
+def look():  # own memory alone: how much of a mapped file is resident is the kernel's choice
+    global peak
+    peak = max(peak, int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) / 1024)
 def write(count):
     with tables.trajectory_writer(folder, shard_bytes=100 * 2**20) as writer:
         for _ in range(count):
             writer.add(row)
+            look()
 def read():
-    return sum(float(b["latents"].sum()) for b in tables.trajectory_batches(folder, ["latents"]))
-write(150); read(); few = rss()
-write(600); read(); print(rss() - few)
+    for batch in tables.trajectory_batches(folder, ["latents"]):
+        batch["latents"].sum()
+        look()
+write(150); read(); few = peak
+write(600); read(); print(peak - few)
 """
 
 
 def test_memory_does_not_grow_with_the_table(tmp_path: Path) -> None:
-    """600 MiB written and read cost no more than 150 MiB did; 60 MiB allow for the allocator."""
+    """600 MiB written and read cost what 150 MiB did, where growth would cost 450 MiB.
+
+    150 MiB allow for the batches that wait for the disk, of which a short run on a fast disk may meet none.
+    """
     command = [sys.executable, "-c", GROW, str(tmp_path), str(Path(__file__).parent)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
-    assert float(done.stdout) < 60
+    assert float(done.stdout) < 150
