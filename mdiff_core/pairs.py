@@ -37,7 +37,7 @@ class Maker:
     """Makes the rows of one optimizer step, batch after batch.
 
     Latents are gathered into memory that is used again from the second next batch on, when a table's writer is done
-    with it: fresh memory costs the kernel more than the copy itself.
+    with it: fresh memory for every batch would be page faults over all that is written.
     """
 
     def __init__(self, kind: str, *, seed: int, round: int) -> None:
