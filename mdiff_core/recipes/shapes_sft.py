@@ -2,7 +2,8 @@
 
 The pictures: `python -m mdiff_core.worlds.shapes images --count 24000 --seed 7 --out build/shapes_images --exclude
 assets/shapes_prompts/held_out.jsonl`. To start from nothing: `python -m mdiff_core.worlds.tiny_sd3 blank --seed 0 --out
-build/shapes_sd3_blank` and `model.path=build/shapes_sd3_blank`. Learning rate, mean and steps were compared on a GPU.
+build/shapes_sd3_blank` and `model.path=build/shapes_sd3_blank`. Learning rate, mean and steps are from sizing runs with a
+stand-alone loop on a GPU, which tried them beside other initial weights; this combination has not been run to its end.
 """
 
 from mdiff_core.options import Choice
