@@ -1,6 +1,7 @@
 """Where a base model is: a folder in diffusers' layout or a hub id, and its JSON files without its weights."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,3 +46,19 @@ def config(model: str, name: str) -> dict[str, Any]:
 def load(kind: Any, model: str, part: str, **dtype: torch.dtype) -> Any:
     """A frozen part of the model, from safetensors alone: nothing is unpickled, and none of the model's own code runs."""
     return kind.from_pretrained(model, subfolder=part, use_safetensors=True, **dtype).eval().requires_grad_(False)
+
+
+def copy_without(model: str, out: Path, part: str) -> None:
+    """The model as a folder, fetched from the hub when it is an id, but for one part; weights as safetensors only."""
+    from huggingface_hub import snapshot_download
+
+    kept = ["*.json", "*.safetensors", "*.txt", "*.model"]
+    source = (
+        model if Path(model).is_dir() else snapshot_download(model, allow_patterns=kept, ignore_patterns=f"{part}/*")
+    )
+    shutil.copytree(source, out, ignore=lambda folder, _: [part] if Path(folder) == Path(source) else [])
+
+
+def save(part: Any, folder: Path) -> None:
+    """Write a part of a model, its weights as safetensors."""
+    part.save_pretrained(folder, safe_serialization=True)

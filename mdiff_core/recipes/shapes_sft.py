@@ -1,9 +1,8 @@
-"""Supervised fine-tuning of the shapes world's SD3: every weight, flow matching, logit-normal times (arXiv 2403.03206, 3.1).
+"""Supervised fine-tuning of the shapes world's SD3 from nothing: every weight, flow matching, logit-normal times (arXiv 2403.03206, 3.1).
 
-The pictures: `python -m mdiff_core.worlds.shapes images --count 24000 --seed 7 --out build/shapes_images --exclude
-assets/shapes_prompts/held_out.jsonl`. To start from nothing: `python -m mdiff_core.worlds.tiny_sd3 blank --seed 0 --out
-build/shapes_sd3_blank` and `model.path=build/shapes_sd3_blank`. Learning rate, mean and steps are from sizing runs with a
-stand-alone loop on a GPU, which tried them beside other initial weights; this combination has not been run to its end.
+The model: `python -m mdiff_core.worlds.tiny_sd3 blank --seed 0 --out build/shapes_sd3_blank`. The pictures: `python -m
+mdiff_core.worlds.shapes images --count 24000 --seed 7 --out build/shapes_images --exclude
+assets/shapes_prompts/held_out.jsonl`. Nothing is right before about 2000 steps.
 """
 
 from mdiff_core.options import Choice
@@ -25,7 +24,7 @@ RECIPE = RunConfig(
     recipe="shapes_sft",
     algorithm="sft",
     model=Model(
-        path="assets/shapes_sd3", family=Choice(name="sd3", options={"max_sequence_length": 16}), dtype="float32"
+        path="build/shapes_sd3_blank", family=Choice(name="sd3", options={"max_sequence_length": 16}), dtype="float32"
     ),
     prompts=Prompts(
         train="assets/shapes_prompts/train.jsonl", held_out="assets/shapes_prompts/held_out.jsonl", per_round=12
@@ -40,14 +39,14 @@ RECIPE = RunConfig(
         lr=2e-3,
         schedule="cosine",
         warmup_steps=200,
-        total_steps=6_000,
+        total_steps=3_500,
         weight_decay=0.0,
         updates_per_round=500,
-        batch=128,
-        microbatch=128,
+        batch=256,
+        microbatch=256,
         precision="fp32",
         ema=Ema(decay=0.999),
     ),
     evaluate=Evaluate(prompts=48, samples=2, steps=10, weights="ema"),
-    rounds=12,
+    rounds=7,
 )

@@ -1,9 +1,9 @@
 """The table a round is trained on: `rows-UUU-NNNNN.arrow` holds the rows of its optimizer step U."""
 
-import bisect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def row_writer(folder: Path, update: int, kind: str, *, shard_bytes: int = SHARD
 
 
 class RowTable:
-    """The rows of one optimizer step, opened by all ranks; each slices its own part."""
+    """The rows of one optimizer step, opened by all ranks; each takes its own part."""
 
     def __init__(self, folder: Path, update: int) -> None:
         shards = [Shard(path, KINDS) for path in paths_of(folder, _stem(update))]
@@ -79,29 +79,53 @@ class RowTable:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def slice(self, start: int, stop: int) -> dict[str, Any]:
-        """Rows start..stop: lists of str and arrays [n, ...]; zero-copy within a record batch, else a copy.
+    def take(self, rows: np.ndarray) -> dict[str, Any]:
+        """Rows of ascending number [n]: lists of str and arrays [n, ...]; neighbours in one record batch without a copy.
 
         bfloat16 becomes an exact float32 copy. IndexError when there are no such rows.
         """
-        if not 0 <= start < stop <= len(self):
-            raise IndexError(f"rows {start}..{stop} of {len(self)}")
-        parts = list(self._parts(start, stop))
+        if not len(rows) or rows[0] < 0 or rows[-1] >= len(self):
+            raise IndexError(f"rows {rows[:1]}..{rows[-1:]} of {len(self)}")
+        parts = list(self._parts(rows))
         names = KINDS[self.kind].columns
-        return {name: _joined([batch.column(name)[i:j] for batch, i, j in parts]) for name in names}
+        return {name: self._small[name].take(rows) if name in self._small else _joined(name, parts) for name in names}
 
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[Batch, int, int]]:
-        number = bisect.bisect_right(self._starts, start) - 1
-        while start < stop:
-            first, end = self._starts[number], min(stop, self._starts[number + 1])
-            yield self._batches[number], start - first, end - first
-            start, number = end, number + 1
+    @cached_property
+    def _small(self) -> dict[str, "_Whole"]:
+        """The columns of texts and plain numbers, read whole: a step draws its rows from all over the table."""
+        first = self._batches[0]
+        return {
+            name: _Whole([batch.column(name) for batch in self._batches])
+            for name in KINDS[self.kind].columns
+            if first.is_text(name) or first.numpy(name).ndim == 1
+        }
+
+    def _parts(self, rows: np.ndarray) -> Iterator[tuple[Batch, Any]]:
+        """Each record batch with rows among those asked for, and how to index them in it."""
+        cuts = np.searchsorted(rows, self._starts)
+        for number, batch in enumerate(self._batches):
+            if cuts[number] < cuts[number + 1]:
+                inside = rows[cuts[number] : cuts[number + 1]] - self._starts[number]
+                neighbours = inside[-1] - inside[0] == len(inside) - 1
+                yield batch, slice(inside[0], inside[-1] + 1) if neighbours else inside
 
 
-def _joined(parts: list[Any]) -> Any:
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else [text for part in parts for text in part]
+class _Whole:
+    """A column of all record batches in memory."""
+
+    def __init__(self, parts: list[np.ndarray | list[str]]) -> None:
+        is_text = isinstance(parts[0], list)
+        self._values = [text for part in parts for text in part] if is_text else np.concatenate(parts)
+
+    def take(self, rows: np.ndarray) -> Any:
+        if isinstance(self._values, np.ndarray):
+            return self._values[rows]
+        return [self._values[row] for row in rows.tolist()]
+
+
+def _joined(name: str, parts: list[tuple[Batch, Any]]) -> np.ndarray:
+    found = [batch.numpy(name)[index] for batch, index in parts]
+    return found[0] if len(found) == 1 else np.concatenate(found)
 
 
 def _stem(update: int) -> str:

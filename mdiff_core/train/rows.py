@@ -158,7 +158,7 @@ class Reader:
         for number in range(count):
             rows = own[number * self.size : (number + 1) * self.size]
             filled = rows if len(rows) else step.rows[:1]
-            columns = columns_of(step.table, filled)
+            columns = step.table.take(filled)
             weight = torch.full((len(filled),), float(len(rows) > 0))
             yield Microbatch(
                 rows=self._rows(step, columns),
@@ -197,17 +197,3 @@ class Reader:
     def _numbers(self, column: np.ndarray) -> Tensor:
         """As float32 on the device; copied, because the column may be a view of a read-only file."""
         return to_device(torch.from_numpy(np.array(column)), self.device).float()
-
-
-def columns_of(table: RowTable, rows: np.ndarray) -> dict[str, Any]:
-    """Columns of ascending row numbers, each run of neighbours as one slice."""
-    cuts = np.flatnonzero(np.diff(rows) != 1) + 1
-    parts = [table.slice(int(run[0]), int(run[-1]) + 1) for run in np.split(rows, cuts)]
-    if len(parts) == 1:
-        return parts[0]
-    return {
-        name: np.concatenate([part[name] for part in parts])
-        if isinstance(first, np.ndarray)
-        else [text for part in parts for text in part[name]]
-        for name, first in parts[0].items()
-    }

@@ -250,8 +250,8 @@ def write_prompts(path: Path, chosen: Sequence[Content]) -> None:
     path.write_text("".join(line_of(content) for content in chosen), encoding="utf-8")
 
 
-def write_images(folder: Path, count: int, seed: int, without: frozenset[str]) -> None:
-    """`count` PNG files and captions.jsonl, whose `image` is relative to it."""
+def write_images(folder: Path, count: int, seed: int, without: frozenset[str], mislabelled: float = 0.0) -> None:
+    """`count` PNG files and captions.jsonl, whose `image` is relative to it; the pictures do not depend on `mislabelled`."""
     from PIL import Image
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -259,7 +259,22 @@ def write_images(folder: Path, count: int, seed: int, without: frozenset[str]) -
         for index, scene in zip(range(count), scenes(seed, without=without), strict=False):
             name = f"{index:05d}.png"
             Image.fromarray(render(scene)).save(folder / name)
-            captions.write(line_of(scene.content, image=name))
+            captions.write(line_of(_labelled(scene, (seed, 2, index), mislabelled, without), image=name))
+
+
+def _labelled(scene: Scene, seed: tuple[int, ...], mislabelled: float, without: frozenset[str]) -> Content:
+    """What the caption says: the scene's content or, by a share of `mislabelled`, a random one, as captions on the web do."""
+    rng = np.random.default_rng(seed)
+    if rng.random() >= mislabelled:
+        return scene.content
+    return next(other for other in iter(lambda: draw_content(rng), None) if meaning(other) not in without)
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share; give a number from 0 to 1")
+    return value
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -270,12 +285,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True, help="prompts: a .jsonl file; images: a folder")
     parser.add_argument("--exclude", type=Path, help="prompt file whose meanings must not appear")
+    parser.add_argument("--mislabelled", type=_share, default=0.0, help="images: share of captions that are wrong")
     args = parser.parse_args(argv)
     without = meanings_in(args.exclude) if args.exclude else frozenset[str]()
     if args.what == "prompts":
         write_prompts(args.out, contents(args.count, args.seed, without=without))
     else:
-        write_images(args.out, args.count, args.seed, without)
+        write_images(args.out, args.count, args.seed, without, args.mislabelled)
     sys.stdout.write(f"{args.count} {args.what} -> {args.out}\n")
 
 

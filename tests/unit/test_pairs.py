@@ -92,7 +92,7 @@ def run(
     (folder / "out").mkdir(exist_ok=True)
     metrics = pair.run(job, folder / "in", folder / "scores", folder / "out")
     found = [tables.RowTable(folder / "out", u) for u in range(tables.RowTable.updates(folder / "out"))]
-    return [table.slice(0, len(table)) for table in found], metrics
+    return [table.take(np.arange(len(table))) for table in found], metrics
 
 
 def test_a_transition_is_the_step_that_was_taken(tmp_path: Path) -> None:

@@ -256,3 +256,22 @@ def test_images_on_the_command_line(tmp_path: Path) -> None:
     images = np.stack([np.asarray(Image.open(tmp_path / "set" / line["image"])) for line in lines])
     assert np.array_equal(images[0], IMAGES[1])
     assert verify.exact(images, [line["metadata"] for line in lines]).all()
+
+
+def test_a_share_of_the_captions_is_wrong_and_the_pictures_stay(tmp_path: Path) -> None:
+    """Captions that must not appear do not appear as wrong ones either."""
+    held = tmp_path / "held.jsonl"
+    shapes.write_prompts(held, [scene.content for scene in SCENES[:20]])
+    common = ["images", "--count", "60", "--seed", "0", "--exclude", str(held), "--out"]
+    shapes.main([*common, str(tmp_path / "right")])
+    shapes.main([*common, str(tmp_path / "wrong"), "--mislabelled", "0.5"])
+    right, wrong = (
+        [json.loads(line)["input"] for line in (tmp_path / name / "captions.jsonl").read_text().splitlines()]
+        for name in ("right", "wrong")
+    )
+    assert 18 <= sum(a != b for a, b in zip(right, wrong, strict=True)) <= 42  # half of 60, give or take 3 deviations
+    assert shapes.meanings_in(held).isdisjoint(shapes.meanings_in(tmp_path / "wrong" / "captions.jsonl"))
+    for name in ("00000.png", "00059.png"):
+        assert (tmp_path / "right" / name).read_bytes() == (tmp_path / "wrong" / name).read_bytes()
+    with pytest.raises(SystemExit):
+        shapes.main([*common, str(tmp_path / "x"), "--mislabelled", "1.5"])

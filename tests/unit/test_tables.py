@@ -186,8 +186,8 @@ def test_scores_have_the_same_rewards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["transitions", "clean"])
-def test_any_slice_of_rows_is_right(tmp_path: Path, kind: str) -> None:
-    """Across record batches and files alike."""
+def test_any_rows_are_right(tmp_path: Path, kind: str) -> None:
+    """Neighbours or far apart, across record batches and files alike."""
     with tables.row_writer(tmp_path, 0, kind, shard_bytes=2000) as writer:
         for start, rows in [(0, 3), (3, 1), (4, 5), (9, 2)]:
             writer.add_batch(columns(rows, start, kind))
@@ -196,19 +196,22 @@ def test_any_slice_of_rows_is_right(tmp_path: Path, kind: str) -> None:
     assert (table.kind, len(table)) == (kind, 11)
     for start in range(11):
         for stop in range(start + 1, 12):
-            found, expected = table.slice(start, stop), columns(stop - start, start, kind)
+            found, expected = table.take(np.arange(start, stop)), columns(stop - start, start, kind)
             assert set(found) == set(expected)
             assert all(same(found[name], expected[name]) for name in found)
-    for start, stop in [(-1, 2), (3, 3), (5, 12)]:
+    apart, whole = np.array([0, 2, 3, 5, 10, 10]), columns(11, 0, kind)
+    for name, column in table.take(apart).items():
+        assert same(column, [whole[name][row] for row in apart] if isinstance(column, list) else whole[name][apart])
+    for wrong in ([-1, 2], [], [5, 11]):
         with pytest.raises(IndexError):
-            table.slice(start, stop)
+            table.take(np.array(wrong, dtype=np.int64))
 
 
-def test_a_slice_within_a_batch_copies_nothing(tmp_path: Path) -> None:
+def test_neighbours_within_a_batch_are_not_copied(tmp_path: Path) -> None:
     with tables.row_writer(tmp_path, 0, "clean") as writer:
         writer.add_batch(columns(4, kind="clean"))
     table = tables.RowTable(tmp_path, 0)
-    first, second = table.slice(0, 3)["x0"], table.slice(1, 4)["x0"]
+    first, second = table.take(np.arange(3))["x0"], table.take(np.arange(1, 4))["x0"]
     assert np.shares_memory(first, second)
 
 

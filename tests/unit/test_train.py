@@ -142,7 +142,7 @@ def test_the_order_of_rows_does_not_matter(tmp_path: Path) -> None:
     one = world.job()
     pairs = world.draw_pairs(tmp_path / "pairs", one, sizes=(13,))
     (tmp_path / "turned").mkdir()
-    columns = RowTable(pairs, 0).slice(0, 13)
+    columns = RowTable(pairs, 0).take(np.arange(13))
     with tables.row_writer(tmp_path / "turned", 0, "transitions") as writer:
         for row in reversed(range(13)):
             writer.add_batch({name: column[row : row + 1] for name, column in columns.items()})
@@ -356,15 +356,6 @@ def test_ranks_share_the_rows_and_all_make_as_many_passes(
     assert sorted(counted) == list(range(rows_in_all))
 
 
-def test_rows_that_are_far_apart_are_read_in_order(tmp_path: Path) -> None:
-    pairs = world.draw_pairs(tmp_path / "pairs", world.job(), sizes=(13,))
-    table = RowTable(pairs, 0)
-    picked = np.array([0, 1, 4, 7, 8, 12])
-    found, whole = rows.columns_of(table, picked), table.slice(0, 13)
-    assert np.array_equal(found["x"], whole["x"][picked])
-    assert found["sample"] == [whole["sample"][row] for row in picked]
-
-
 def test_rows_a_job_cannot_train_on_are_refused(tmp_path: Path) -> None:
     pairs = world.draw_pairs(tmp_path / "pairs", world.job())
     with pytest.raises(BadSetting, match=r"'sft' trains on clean rows, but .* holds transitions"):
@@ -372,7 +363,7 @@ def test_rows_a_job_cannot_train_on_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadSetting, match=r"train\.batch: 4 draws from one table, .* has 2; set train\.batch=0"):
         rows.plan(pairs, world.job(batch=4), 0, "transitions")
     one = world.job()
-    columns = RowTable(pairs, 0).slice(0, 4)
+    columns = RowTable(pairs, 0).take(np.arange(4))
     (tmp_path / "mixed").mkdir()
     with tables.row_writer(tmp_path / "mixed", 0, "transitions") as writer:
         writer.add_batch(columns | {"guidance": np.array([1, 2, 2, 2], dtype=np.float32)})

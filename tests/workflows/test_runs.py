@@ -78,6 +78,7 @@ def test_supervised_fine_tuning_on_two_processes(ray_address: Mapping[str, str],
     shapes.main(["images", "--count", "8", "--seed", "1", "--out", str(tmp_path / "images")])
     chosen = [
         f"store={tmp_path / 'store'}",
+        "model.path=assets/shapes_sd3",
         f"data.captions={tmp_path / 'images/captions.jsonl'}",
         "hardware.topology=1x2",
         "train.updates_per_round=2",
