@@ -38,7 +38,10 @@ def lay_over(model: type[Options], tree: dict[str, Any], overrides: Sequence[str
             child = child_kind(model, kind, keys[: depth + 1], keys[depth + 1 :])
             place = position(node, key, keys[:depth])
             if depth == len(keys) - 1:
-                put(node, place, parse(text, child))
+                value = parse(text, child)
+                if key == "name" and is_choice(kind) and node.get("name") != value:
+                    node["options"] = {}  # those of another plug-in mean nothing to this one
+                put(node, place, value)
             else:
                 node = descend(node, place, child)
             kind = child
@@ -64,6 +67,11 @@ def child_kind(model: type[Options], kind: Any, path: Sequence[str], rest: Seque
     raise BadSetting(
         f"{'.'.join(path)}: {'.'.join(parents)} is one value and has no part '{key}'; write {'.'.join(parents)}=..."
     )
+
+
+def is_choice(kind: Any) -> bool:
+    """Whether a setting names a plug-in and holds its options."""
+    return isinstance(kind, type) and issubclass(kind, BaseModel) and {"name", "options"} <= set(kind.model_fields)
 
 
 def hint(model: type[Options], kind: type[BaseModel], path: Sequence[str], rest: Sequence[str] = ()) -> str:

@@ -146,6 +146,16 @@ def test_a_bad_override_is_named_with_its_value_and_a_way_out(override: str, sai
     assert complaint(RL, override).startswith(said)
 
 
+def test_another_plug_in_starts_with_its_own_options() -> None:
+    """Unless it is the same one, or options follow."""
+    found = config.load("shapes_flow_grpo", ["sampling.kernel.name=ode", "score.rewards.0.name=jpeg_compressibility"])
+    assert (found.sampling.kernel.name, found.sampling.kernel.options) == ("ode", {})
+    chosen = ["sampling.kernel.name=cps", "sampling.kernel.options.eta=0.5"]
+    assert config.load("shapes_flow_grpo", chosen).sampling.kernel.options == {"eta": 0.5}
+    same = config.load("shapes_flow_grpo", ["sampling.kernel.name=flow_sde"])
+    assert same == config.load("shapes_flow_grpo")
+
+
 def test_an_unknown_recipe_names_the_nearest() -> None:
     assert (
         complaint("shapes_flow_gpo")
