@@ -25,7 +25,7 @@ class PairJob(Options):
     """Turn scored trajectories into rows for the optimizer steps of a round."""
 
     rows: str
-    """transitions | clean, as the loss declares."""
+    """contracts.RowKind, as the loss declares."""
     combine: str
     weights: tuple[float, ...]
     """Of the rewards, for `gdpo`."""

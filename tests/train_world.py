@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from mdiff_core import policies, registry, tables
-from mdiff_core.contracts import Policies
+from mdiff_core.contracts import Needs, Policies
 from mdiff_core.errors import BadSetting, DriftExceeded
 from mdiff_core.guidance import guided_velocity
 from mdiff_core.jobs import UpdateJob
@@ -108,12 +108,12 @@ class WithOld(FlowGRPO):
     Options = WithOldOptions
 
     @property
-    def needs(self) -> frozenset[str]:
-        return super().needs | {"old"}
+    def needs(self) -> Needs:
+        return Needs(policies=super().needs.policies | {"old"})
 
     def __call__(self, policies: Policies, rows: Transitions) -> Cells:
         cells = super().__call__(policies, rows)
-        gap = policies.live.transition(rows).mean - policies.old.transition(rows).mean
+        gap = policies.live.transition(rows).mean - policies.frozen("old").transition(rows).mean
         return Cells(loss=cells.loss, metrics=dict(cells.metrics) | {"old_gap": row_mean(gap.detach().abs())})
 
 
@@ -231,9 +231,16 @@ def draw_pairs(
             "x_next": x_next.numpy(),
             "log_prob": kernel.log_prob(x_next, moments).numpy() + np.float32(off_by),
         }
-        clean = registry.find("loss", one.loss.name).rows == "clean"
-        with tables.row_writer(folder, number, "clean" if clean else "transitions") as rows:
-            rows.add_batch(shared | ({"x0": x.numpy()} if clean else steps))
+        drawn = {"sigmas": sigmas.expand(size, -1).numpy()}
+        kinds = {
+            "transitions": steps,
+            "clean": {"x0": x.numpy()},
+            "samples": drawn | {"x0": x.numpy()},
+            "preferences": drawn | {"better": x.numpy(), "worse": x_next.numpy()},
+        }
+        kind = registry.find("loss", one.loss.name).rows
+        with tables.row_writer(folder, number, kind) as rows:
+            rows.add_batch(shared | kinds[kind])
     return folder
 
 

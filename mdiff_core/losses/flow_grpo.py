@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from mdiff_core.contracts import Policies
+from mdiff_core.contracts import Needs, Policies
 from mdiff_core.options import Options
 from mdiff_core.sde import row_mean
 from mdiff_core.types import Cells, Moments, Transitions
@@ -18,9 +18,9 @@ class FlowGRPOOptions(Options):
     clip: float = Field(default=1e-4, gt=0, lt=1)
     """A ratio beyond 1 +- clip no longer pulls; small, because a log-prob is a mean over the latent's dimensions."""
     beta: float = Field(default=0.0, ge=0)
-    """Weight of the KL term; 0 leaves it out and saves the reference's forward pass."""
-    kl_against: Literal["reference"] = "reference"
-    """Where the KL term pulls to: the base (LoRA off), or the frozen start weights."""
+    """Weight of the KL term; 0 leaves it out and saves its forward pass."""
+    kl_against: Literal["reference", "start", "ema"] = "reference"
+    """Where the KL term pulls to: the base (LoRA off), a frozen copy of what the run started from, or the average."""
 
 
 class FlowGRPO:
@@ -33,9 +33,9 @@ class FlowGRPO:
         self.options = options
 
     @property
-    def needs(self) -> frozenset[str]:
-        """The reference, when there is a KL term."""
-        return frozenset({self.options.kl_against}) if self.options.beta > 0 else frozenset()
+    def needs(self) -> Needs:
+        """The policy that the KL term pulls to, when there is one."""
+        return Needs(policies=frozenset({self.options.kl_against} if self.options.beta > 0 else ()))
 
     def __call__(self, policies: Policies, rows: Transitions) -> Cells:
         """Metrics: ratio, clip_fraction (rows whose pull the clip stopped), approx_kl, abs_log_ratio, noiseless, kl.
@@ -56,7 +56,7 @@ class FlowGRPO:
             "noiseless": (~noisy).float(),
         }
         if self.options.beta > 0:
-            metrics["kl"] = divergence(moments, policies.reference.transition(rows))
+            metrics["kl"] = divergence(moments, policies.frozen(self.options.kl_against).transition(rows))
             loss = loss + self.options.beta * metrics["kl"]
         return Cells(loss=loss, metrics={name: value.detach() for name, value in metrics.items()})
 

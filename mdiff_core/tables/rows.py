@@ -25,6 +25,10 @@ KINDS = {
         one_shape=True,
     ),
     "clean": Schema(name="clean", version="1", columns=(*_SHARED, "x0"), one_shape=True),
+    "samples": Schema(name="samples", version="1", columns=(*_SHARED, "sigmas", "x0"), one_shape=True),
+    "preferences": Schema(
+        name="preferences", version="1", columns=(*_SHARED, "sigmas", "better", "worse"), one_shape=True
+    ),
 }
 """Kind of rows, as a loss names it, to their table."""
 

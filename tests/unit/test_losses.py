@@ -91,7 +91,7 @@ class TestFlowGRPO:
     def test_kl_is_the_formula_and_carries_gradient(self, kernel):
         policies, rows = toy(kernel, steps=[0, 3, 8], advantage=[0.0] * 3, needs={"reference"})
         cells = flow_grpo(beta=0.5)(policies, rows)
-        live, reference = policies.live.transition(rows), policies.reference.transition(rows)
+        live, reference = policies.live.transition(rows), policies.frozen("reference").transition(rows)
         wanted = ((live.mean - reference.mean) ** 2).mean((1, 2, 3)) / (2 * live.std**2)
         assert (wanted > 0).all()
         torch.testing.assert_close(cells.metrics["kl"], wanted.detach())
@@ -109,12 +109,12 @@ class TestFlowGRPO:
 
     def test_kl_of_equal_policies_is_zero(self):
         policies, rows = toy(needs={"reference"})
-        policies.frozen["reference"].load_state_dict(policies.live.state_dict())
+        policies.on_policy("reference")
         assert not flow_grpo(beta=0.04)(policies, rows).metrics["kl"].any()
 
     def test_reference_is_asked_for_only_with_a_kl_term(self):
-        assert flow_grpo(beta=0.0).needs == frozenset()
-        assert flow_grpo(beta=0.04).needs == {"reference"}
+        assert flow_grpo(beta=0.0).needs.policies == frozenset()
+        assert flow_grpo(beta=0.04).needs.policies == {"reference"}
         policies, rows = toy()
         assert "kl" not in flow_grpo()(policies, rows).metrics
 

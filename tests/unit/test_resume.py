@@ -17,7 +17,7 @@ from mdiff_core import policies
 from mdiff_core.errors import BadArtifact
 from mdiff_core.jobs import UpdateJob
 from mdiff_core.options import Choice
-from mdiff_core.settings import Ema
+from mdiff_core.settings import Ema, Old
 from mdiff_core.train import shard, state
 from mdiff_core.train.loop import Trainer
 from tests import train_world as world
@@ -27,7 +27,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lora": {"ema": Ema(decay=0.5), "schedule": "cosine", "total_steps": 20, "warmup_steps": 3},
     "full": {"method": "full", "lr": 1e-4, "ema": Ema(every=2)},
     "fp16": {"precision": "fp16", "ema": Ema()},
-    "old": {"loss": Choice(name="with_old"), "epochs": 2},
+    "old": {"loss": Choice(name="with_old"), "epochs": 2, "old": Old(slope=0.1), "ema": Ema(warmup=False)},
+    "old_full": {"loss": Choice(name="with_old"), "method": "full", "lr": 1e-4, "old": Old(flat=1, slope=0.3)},
+    "kl_start": {"loss": Choice(name="flow_grpo", options={"beta": 1.0, "kl_against": "start"})},
+    "kl_ema": {"loss": Choice(name="flow_grpo", options={"beta": 1.0, "kl_against": "ema"}), "ema": Ema()},
+    "kl_ema_full": {
+        "loss": Choice(name="flow_grpo", options={"beta": 1.0, "kl_against": "ema"}),
+        "ema": Ema(every=2),
+        "method": "full",
+        "lr": 1e-4,
+    },
     "sft": {"loss": Choice(name="sft"), "batch": 6, "updates_per_round": 2},
 }
 
@@ -174,6 +183,6 @@ def test_a_state_goes_with_the_policy_it_was_saved_with(tmp_path: Path) -> None:
     before, out = tmp_path / "run", (tmp_path / "policy", tmp_path / "state")
     with pytest.raises(BadArtifact, match="belongs to the policy with checksum"):
         world.train(one, pairs, before / "policy-1", before / "state-0", *out)
-    without = world.job(loss=Choice(name="with_old"))
-    with pytest.raises(BadArtifact, match=r"train state of another model or method, see old\.blocks"):
+    without = world.job(loss=Choice(name="flow_grpo", options={"beta": 0.04, "kl_against": "start"}))
+    with pytest.raises(BadArtifact, match=r"train state of another model or method, see start\.blocks"):
         world.train(without, pairs, before / "policy-1", before / "state-1", *out)

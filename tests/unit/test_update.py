@@ -27,7 +27,7 @@ def test_it_leaves_the_next_policy_with_its_lineage(tmp_path: Path) -> None:
     assert [policy.parent for policy in made] == [start.version, made[0].version]
     assert [policy.version for policy in made] == [f"0000{n + 1}-{p.checksum[:8]}" for n, p in enumerate(made)]
     assert made[0].targets == tuple(sorted(f"blocks.{n}.{name}" for n in range(3) for name in ("to_q", "to_out")))
-    assert policies.has_ema(made[1])
+    assert policies.has(made[1], "ema")
     assert first["rows"] == 23
     assert first["optimizer_steps"] == 2
     needed = {"loss", "grad_norm", "lr", "drift_max", "drift_mean", "skipped_steps", "seconds", "peak_memory_gb", "kl"}
