@@ -40,7 +40,9 @@ REGISTRY: dict[str, dict[str, str]] = {
         "metadata": "mdiff_core.filters:Metadata",
     },
     "loss": {
+        "dppo": "mdiff_core.losses.dppo:DPPO",
         "flow_grpo": "mdiff_core.losses.flow_grpo:FlowGRPO",
+        "grpo_guard": "mdiff_core.losses.grpo_guard:GRPOGuard",
         "sft": "mdiff_core.losses.sft:SFT",
     },
 }
