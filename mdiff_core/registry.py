@@ -43,6 +43,7 @@ REGISTRY: dict[str, dict[str, str]] = {
         "dppo": "mdiff_core.losses.dppo:DPPO",
         "flow_grpo": "mdiff_core.losses.flow_grpo:FlowGRPO",
         "grpo_guard": "mdiff_core.losses.grpo_guard:GRPOGuard",
+        "nft": "mdiff_core.losses.nft:NFT",
         "sft": "mdiff_core.losses.sft:SFT",
     },
 }
