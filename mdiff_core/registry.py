@@ -40,6 +40,7 @@ REGISTRY: dict[str, dict[str, str]] = {
         "metadata": "mdiff_core.filters:Metadata",
     },
     "loss": {
+        "awm": "mdiff_core.losses.awm:AWM",
         "dppo": "mdiff_core.losses.dppo:DPPO",
         "flow_grpo": "mdiff_core.losses.flow_grpo:FlowGRPO",
         "grpo_guard": "mdiff_core.losses.grpo_guard:GRPOGuard",
