@@ -41,6 +41,7 @@ REGISTRY: dict[str, dict[str, str]] = {
     },
     "loss": {
         "awm": "mdiff_core.losses.awm:AWM",
+        "dpo": "mdiff_core.losses.dpo:DPO",
         "dppo": "mdiff_core.losses.dppo:DPPO",
         "flow_grpo": "mdiff_core.losses.flow_grpo:FlowGRPO",
         "grpo_guard": "mdiff_core.losses.grpo_guard:GRPOGuard",

@@ -20,6 +20,7 @@ from mdiff_core.errors import BadSetting, DriftExceeded
 from mdiff_core.guidance import guided_velocity
 from mdiff_core.jobs import UpdateJob
 from mdiff_core.losses.flow_grpo import FlowGRPO, FlowGRPOOptions
+from mdiff_core.losses.nft import NFT, NFTOptions
 from mdiff_core.options import Choice, Options
 from mdiff_core.sde import row_mean
 from mdiff_core.settings import Model, Sampling, Train
@@ -117,6 +118,16 @@ class WithOld(FlowGRPO):
         return Cells(loss=cells.loss, metrics=dict(cells.metrics) | {"old_gap": row_mean(gap.detach().abs())})
 
 
+class Dies:
+    """A loss until its process is killed, as by a machine that goes away; without MDIFF_TEST_KILL, the loss."""
+
+    def __call__(self, policies: Policies, rows: Any) -> Cells:
+        self.options = self.options.model_copy(update={"calls": self.options.calls - 1})
+        if self.options.calls < 0 and "MDIFF_TEST_KILL" in os.environ:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(policies, rows)
+
+
 class KilledOptions(FlowGRPOOptions):
     """When to die."""
 
@@ -124,20 +135,31 @@ class KilledOptions(FlowGRPOOptions):
     """Micro-batches to let pass."""
 
 
-class Killed(FlowGRPO):
-    """flow_grpo until its process is killed, as by a machine that goes away; without MDIFF_TEST_KILL, flow_grpo."""
+class Killed(Dies, FlowGRPO):
+    """flow_grpo."""
 
     Options = KilledOptions
 
-    def __call__(self, policies: Policies, rows: Transitions) -> Cells:
-        self.options = self.options.model_copy(update={"calls": self.options.calls - 1})
-        if self.options.calls < 0 and "MDIFF_TEST_KILL" in os.environ:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__call__(policies, rows)
+
+class KilledNFTOptions(NFTOptions):
+    """When to die."""
+
+    calls: int
+    """Micro-batches to let pass."""
+
+
+class KilledNFT(Dies, NFT):
+    """nft."""
+
+    Options = KilledNFTOptions
 
 
 registry.REGISTRY["family"][FAMILY] = "tests.train_world:StandIn"
-registry.REGISTRY["loss"] |= {"with_old": "tests.train_world:WithOld", "killed": "tests.train_world:Killed"}
+registry.REGISTRY["loss"] |= {
+    "with_old": "tests.train_world:WithOld",
+    "killed": "tests.train_world:Killed",
+    "killed_nft": "tests.train_world:KilledNFT",
+}
 
 TRAIN = Train(lr=1e-3, precision="fp32", microbatch=4, updates_per_round=2, drift_limit=1.0)
 """The rows of every round are drawn from the base here, so that all rounds but the first drift."""

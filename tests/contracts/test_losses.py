@@ -15,7 +15,12 @@ from mdiff_core.types import Conditioning
 from tests.toy_policies import ToyPolicies, clean_rows, preferences, samples, transitions
 
 VARIANTS = {
-    "flow_grpo": [{}, {"beta": 0.04}],
+    "awm": [{}, {"kl": 0.5, "weighting": "huber", "clip": 1e-3}, {"weighting": "t2"}],
+    "dpo": [{}, {"against": "start", "beta": 10.0}],
+    "dppo": [{}, {"beta": 0.04, "limit": 1e-9}],
+    "flow_grpo": [{}, {"beta": 0.04}, {"beta": 0.04, "kl_against": "ema"}],
+    "grpo_guard": [{}, {"beta": 0.04, "kl_against": "start"}],
+    "nft": [{}, {"beta": 0.1, "kl": 0.5, "advantages": "binary"}, {"adaptive": False}],
     "sft": [{}, {"sampling": "uniform", "shift": 3.0, "weighting": "cosmap"}],
 }
 """Options worth a run of their own; a loss without a line here runs with its defaults."""

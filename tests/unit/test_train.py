@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mdiff_core import registry, tables
+from mdiff_core import policies, registry, tables
 from mdiff_core.errors import BadArtifact, BadSetting
 from mdiff_core.jobs import UpdateJob
 from mdiff_core.options import Choice
@@ -63,7 +63,24 @@ def real_sd3(folder: Path) -> tuple[UpdateJob, Path]:
     return one, world.draw_pairs(folder / "sd3-rows", one, sizes=(5, 3), shape=(4, 8, 8), conditions=conditions)
 
 
-CASES = ("lora", "full", "sft", "starved", "real_sd3")
+LOSSES: dict[str, dict[str, Any]] = {
+    "awm": {"kl": 0.1, "kl_against": "start"},
+    "dpo": {"beta": 10.0},
+    "dppo": {"beta": 0.04},
+    "flow_grpo": {"beta": 0.04},
+    "grpo_guard": {"clip": 0.1, "beta": 0.04, "kl_against": "ema"},
+    "nft": {"kl": 0.1, "guided": True},
+}
+"""Every loss of RL, with as many policies as it may need."""
+
+
+def of_loss(name: str, **changes: Any) -> dict[str, Any]:
+    """Changes to the usual job."""
+    old = {"old": Old(slope=0.1)} if name == "nft" else {}
+    return {"loss": Choice(name=name, options=LOSSES[name]), "ema": Ema()} | old | changes
+
+
+CASES = ("lora", "full", "sft", "starved", "real_sd3", *(f"loss_{name}" for name in LOSSES), "nft_full")
 
 
 def cases(folder: Path) -> dict[str, tuple[UpdateJob, list[Path]]]:
@@ -73,7 +90,13 @@ def cases(folder: Path) -> dict[str, tuple[UpdateJob, list[Path]]]:
     samples = world.draw_pairs(folder / "samples", clean, sizes=(20,))
     few = world.draw_pairs(folder / "few", one, sizes=(5, 1))
     sd3, drawn = real_sd3(folder)
+    by_loss = {f"loss_{name}": world.job(**of_loss(name)) for name in LOSSES}
+    by_loss["nft_full"] = world.job(**of_loss("nft", method="full", lr=1e-4))
+    rows_of = {
+        name: [world.draw_pairs(folder / f"{name}-rows", each, sizes=(5, 4))] * 2 for name, each in by_loss.items()
+    }
     return {
+        **{name: (each, rows_of[name]) for name, each in by_loss.items()},
         "lora": (one, ratio),
         "full": (world.job(method="full", lr=1e-4, ema=Ema()), ratio),
         "sft": (clean, [samples] * 2),
@@ -119,8 +142,9 @@ def test_two_processes_give_the_weights_of_one(one_and_two: dict[str, tuple[Path
     assert moved > 1e-5
     # Float32 sums over ranks in another order; lr bounds what Adam makes of it.
     assert world.largest_gap(world.weights(one / last), world.weights(two / last)) < 1e-6
-    if name == "full":
-        assert world.largest_gap(world.weights(one / last, "ema"), world.weights(two / last, "ema")) < 1e-6
+    for average in ("ema", "old"):
+        if policies.has(policies.open_policy(one / last), average):
+            assert world.largest_gap(world.weights(one / last, average), world.weights(two / last, average)) < 1e-6
 
 
 def test_two_processes_continue_what_one_began(one_and_two: dict[str, tuple[Path, Path]]) -> None:
@@ -129,7 +153,11 @@ def test_two_processes_continue_what_one_began(one_and_two: dict[str, tuple[Path
     assert world.largest_gap(world.weights(one / "policy-1"), world.weights(one / "policy-0")) > 1e-5
 
 
-@pytest.mark.parametrize("changes", [{}, {"method": "full", "lr": 1e-4}, CLEAN], ids=["lora", "full", "sft"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"method": "full", "lr": 1e-4}, CLEAN, *(of_loss(name) for name in LOSSES)],
+    ids=["lora", "full", "sft", *LOSSES],
+)
 def test_the_size_of_a_microbatch_does_not_matter(tmp_path: Path, changes: dict[str, Any]) -> None:
     pairs = world.draw_pairs(tmp_path / "pairs", world.job(**changes), sizes=(20,) if changes is CLEAN else (13, 10))
     made = []
@@ -139,12 +167,13 @@ def test_the_size_of_a_microbatch_does_not_matter(tmp_path: Path, changes: dict[
     assert max(world.largest_gap(made[0], other) for other in made[1:]) < 1e-6
 
 
-def test_the_order_of_rows_does_not_matter(tmp_path: Path) -> None:
-    one = world.job()
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_order_of_rows_does_not_matter(tmp_path: Path, name: str) -> None:
+    one = world.job(**of_loss(name))
     pairs = world.draw_pairs(tmp_path / "pairs", one, sizes=(13,))
     (tmp_path / "turned").mkdir()
     columns = RowTable(pairs, 0).slice(0, 13)
-    with tables.row_writer(tmp_path / "turned", 0, "transitions") as writer:
+    with tables.row_writer(tmp_path / "turned", 0, registry.find("loss", name).rows) as writer:
         for row in reversed(range(13)):
             writer.add_batch({name: column[row : row + 1] for name, column in columns.items()})
     tables.copy_conditions(pairs, tmp_path / "turned")
@@ -364,6 +393,26 @@ def test_drawn_rows_are_each_row_once_an_epoch_and_go_on_where_they_stopped(tmp_
     assert all(np.array_equal(a.rows, b.rows) and a.noise == b.noise for a, b in zip(taken, longer, strict=True))
     other = rows.plan(pairs, one.model_copy(update={"seed": 8}), 0, CLEAN_LOSS)
     assert any(not np.array_equal(a.rows, b.rows) for a, b in zip(taken, other, strict=False))
+
+
+def test_a_sample_is_visited_at_that_share_of_its_schedule_each_sigma_once(tmp_path: Path) -> None:
+    one = world.job(**of_loss("nft"), updates_per_round=1, epochs=2)
+    one = one.model_copy(update={"sampling": one.sampling.model_copy(update={"steps": 10})})
+    pairs = world.draw_pairs(tmp_path / "pairs", one, sizes=(3,))
+    recorded = RowTable(pairs, 0).slice(0, 1)["sigmas"][0]
+    found = []
+    for step in rows.plan(pairs, one, 0, registry.make("loss", one.loss)):
+        assert len(step.rows) == 3 * 9  # int(10 * .99)
+        reader = rows.Reader(conditions=rows.Conditions(pairs, CPU, exact=True), device=CPU, size=4, rank=0, world=1)
+        batches = list(reader.microbatches(step))
+        by_sample: dict[str, list[float]] = {}
+        for batch in batches:
+            for name, sigma in zip(batch.names, batch.rows.sigma.tolist(), strict=True):
+                by_sample.setdefault(name, []).append(sigma)
+        assert all(len({*each}) == 9 and {*each} < {*recorded[:-1].tolist()} for each in by_sample.values())
+        assert len({tuple(each) for each in by_sample.values()}) == 3  # each in an order of its own
+        found += [int(seed) for batch in batches for seed in batch.rows.seed]
+    assert len({*found}) == 2 * 27
 
 
 def test_a_row_has_other_noise_at_every_visit_and_the_same_in_every_microbatch(tmp_path: Path) -> None:
