@@ -15,6 +15,10 @@ from mdiff_core.settings import Ema, RunConfig
 ROOT = Path(__file__).parents[2]
 RL = "shapes_flow_grpo"
 SFT = "shapes_sft"
+NFT = ['loss={"name": "nft"}', 'sampling.kernel={"name": "ode"}', 'sampling.window={"name": "all"}']
+DPO = ['loss={"name": "dpo"}', *NFT[1:]]
+CPS = ['sampling.kernel={"name": "cps"}']
+BATCH = ["advantage.mean=batch", "advantage.std=batch"]
 WINDOW = 'sampling.window={"name": "window", "options": {"size": 2, "hi": 5}}'
 
 
@@ -174,6 +178,37 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
             "train.updates_per_round: 13 optimizer steps cannot share 12 groups",
         ),
         (RL, ["evaluate.weights=ema"], "evaluate.weights: 'ema', but train.ema is null"),
+        (RL, ["evaluate.weights=old"], "evaluate.weights: 'old', but train.old is null"),
+        (RL, ["rollout.weights=ema"], "rollout.weights: 'ema', but train.ema is null"),
+        (RL, ["rollout.weights=ema", "train.ema={}"], "rollout.weights: 'ema', but loss 'flow_grpo' compares with"),
+        (RL, ["train.old={}"], "train.old: {"),
+        (RL, ["loss.name=grpo_guard", "train.old={}", "rollout.weights=old"], "train.old: {"),
+        (RL, ["loss.options.beta=1", "loss.options.kl_against=ema"], "loss.options: 'ema', but train.ema is null"),
+        (RL, [*NFT, "sampling.guidance=4.5"], "sampling.guidance: 4.5, but loss 'nft' is meant for samples"),
+        (RL, [*NFT, "train.old={}"], "rollout.weights: 'live', but loss 'nft' compares with the policy that drew"),
+        (RL, [*NFT, "rollout.weights=old"], "rollout.weights: 'old', but train.old is null"),
+        (
+            RL,
+            [*NFT, 'sampling.window={"name":"window","options":{"size":2}}'],
+            "sampling.window.name: 'window' chooses",
+        ),
+        (RL, [*DPO, "rollout.group_size=1", *BATCH], "rollout.group_size: 1 sample has no other to be better than"),
+        (RL, ['loss={"name": "grpo_guard"}', *CPS], "sampling.kernel.name: 'cps' leaves the variance out"),
+        (RL, [*CPS, 'sampling.window={"name": "all"}'], "sampling.window: step 9, the last of 10, may be trained, and"),
+        (
+            RL,
+            [*CPS, 'sampling.window={"name": "subset", "options": {"k": 1, "steps": [9, 2]}}'],
+            "sampling.window: step 9",
+        ),
+        (RL, [*CPS, 'sampling.window={"name": "all"}', "sampling.steps=1"], "sampling.window: step 0, the last of 1"),
+        (
+            RL,
+            [*CPS, "sampling.kernel.options.eta=0"],
+            "sampling.kernel.options: {\"eta\": 0} leave kernel 'cps' no noise",
+        ),
+        (RL, ["sampling.kernel.options.eta=0"], "sampling.kernel.options.eta: 0 is out of range"),
+        (SFT, ['loss={"name": "nft"}'], "loss.name: 'nft' trains on"),
+        (SFT, ["rollout.weights=ema"], "rollout.weights: 'ema' has no use with algorithm 'sft'"),
         (
             RL,
             ["evaluate.prompts=1000", "prompts.held_out=assets/shapes_prompts/held_out.jsonl"],
@@ -195,6 +230,24 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
 )
 def test_contradictions_are_found_before_a_gpu_is_asked_for(recipe: str, overrides: list[str], said: str) -> None:
     assert complaint(recipe, *overrides).startswith(said)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        NFT,
+        [*NFT, "sampling.guidance=4.5", "loss.options.guided=true"],
+        [*NFT, "train.old={}", "rollout.weights=old", "evaluate.weights=old"],
+        [*NFT, 'sampling.kernel={"name": "flow_sde"}', 'sampling.window={"name": "window", "options": {"size": 2}}'],
+        [*DPO, "train.ema={}", "rollout.weights=ema"],
+        [*CPS, "sampling.window.options.hi=9"],
+        ['loss={"name": "grpo_guard"}', 'sampling.window={"name": "all"}'],
+        ['sampling.window={"name": "all"}', "sampling.steps=1"],
+        ["loss.options.beta=1", "loss.options.kl_against=ema", "train.ema={}"],
+    ],
+)
+def test_what_goes_together_passes(overrides: list[str]) -> None:
+    checks.check(config.load(RL, overrides))
 
 
 def test_prompts_are_checked_against_the_reward(tmp_path: Path) -> None:
