@@ -104,7 +104,7 @@ def check_loss(config: RunConfig) -> None:
     loss: Loss = registry.make("loss", config.loss)
     if config.algorithm == "rl" and guidance > 1 and not loss.needs.guidance:
         raise BadSetting(
-            f"sampling.guidance: {guidance:g}, but loss '{name}' is meant for samples that were drawn without guidance; set it to 1, "
+            f"sampling.guidance: {guidance:g}, but loss '{name}' is derived for samples that were drawn without guidance; set it to 1, "
             f"or loss.options.guided=true to train on them all the same"
         )
     if loss.needs.normalised and not registry.find("kernel", kernel).normalised:

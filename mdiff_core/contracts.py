@@ -227,7 +227,7 @@ class Needs:
     timesteps: float = 0.0
     """Share of the sampler's sigmas at which a sample is trained in an optimizer step, each as a row; 0: one row as it is."""
     guidance: bool = True
-    """Whether samples drawn with classifier-free guidance may be trained on."""
+    """Whether samples drawn with classifier-free guidance may be trained on; a loss that says no has an option `guided`."""
     normalised: bool = False
     """Whether log-probs must be of a density that integrates to 1."""
 

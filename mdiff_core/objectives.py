@@ -11,7 +11,7 @@ from mdiff_core import seeds
 from mdiff_core.contracts import Policies, Policy
 from mdiff_core.options import Options
 from mdiff_core.sde import per_row, row_mean
-from mdiff_core.types import Moments, Transitions
+from mdiff_core.types import Moments, Samples, Transitions
 
 Anchor = Literal["reference", "start", "ema"]
 """Where a KL term may pull to: the base (LoRA off), a frozen copy of what the run started from, or the average."""
@@ -33,6 +33,33 @@ class StepKL(Options):
     def term(self, policies: Policies, rows: Transitions, live: Moments) -> Tensor:
         """[B] the unweighted KL, with gradient; asks for the anchor, so only when beta > 0."""
         return distance(live, policies.frozen(self.kl_against).transition(rows), live.std)
+
+
+class OnSamples(Options):
+    """How losses on drawn samples noise them."""
+
+    timesteps: float = Field(default=0.99, gt=0, le=1)
+    """Share of the sampler's sigmas at which each sample is trained in an optimizer step."""
+    guided: bool = False
+    """Allow rollouts with guidance; the guided velocity is then what is trained, which such losses are not derived for."""
+
+
+class VelocityKL(Options):
+    """The KL term of losses on drawn samples: mean((v - v_anchor)^2)."""
+
+    kl: float = Field(default=0.0, ge=0)
+    """Weight of the KL term; 0 leaves it out and saves its forward pass."""
+    kl_against: Anchor = "reference"
+    """Where the KL term pulls to: the base (LoRA off), a frozen copy of what the run started from, or the average."""
+
+    @property
+    def anchors(self) -> frozenset[Anchor]:
+        """The policies that the term needs."""
+        return frozenset({self.kl_against} if self.kl > 0 else ())
+
+    def term(self, policies: Policies, rows: Samples, x: Tensor, v: Tensor) -> Tensor:
+        """[B] the unweighted KL at the noised latents x, with gradient to v; only when kl > 0."""
+        return velocity_gap(v, policies.frozen(self.kl_against).velocity(x, rows.sigma, rows.conditioning))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from mdiff_core.contracts import Needs, Policies
-from mdiff_core.objectives import Anchor, clipped, noised, velocity_gap
-from mdiff_core.options import Options
+from mdiff_core.objectives import OnSamples, VelocityKL, clipped, noised
 from mdiff_core.sde import row_mean
 from mdiff_core.types import Cells, Samples
 
@@ -28,7 +27,7 @@ WEIGHTINGS: dict[Weighting, Callable[[Tensor, Tensor, float], Tensor]] = {
 """w(l, t) by name."""
 
 
-class AWMOptions(Options):
+class AWMOptions(VelocityKL, OnSamples):
     """What stands for a log-prob, and how far a sample may move it."""
 
     weighting: Weighting = "ghuber"
@@ -37,12 +36,6 @@ class AWMOptions(Options):
     """p of `ghuber`."""
     clip: float = Field(default=1.0, gt=0, le=1)
     """A ratio beyond 1 +- clip no longer pulls."""
-    kl: float = Field(default=0.0, ge=0)
-    """Weight of the KL term in velocity space; 0 leaves it out and saves its forward pass."""
-    kl_against: Anchor = "reference"
-    """Where the KL term pulls to: the base (LoRA off), a frozen copy of what the run started from, or the average."""
-    timesteps: float = Field(default=0.99, gt=0, le=1)
-    """Share of the sampler's sigmas at which each sample is trained in an optimizer step."""
 
 
 class AWM:
@@ -57,8 +50,8 @@ class AWM:
     @property
     def needs(self) -> Needs:
         """The policy that drew the samples, and the KL term's."""
-        anchors: frozenset[Anchor] = frozenset({self.options.kl_against} if self.options.kl > 0 else ())
-        return Needs(policies=anchors | {"old"}, timesteps=self.options.timesteps)
+        options = self.options
+        return Needs(policies=options.anchors | {"old"}, timesteps=options.timesteps, guidance=options.guided)
 
     def __call__(self, policies: Policies, rows: Samples) -> Cells:
         """Metrics: mse, ratio, abs_log_ratio, clip_fraction; kl when kl > 0."""
@@ -78,8 +71,6 @@ class AWM:
             "clip_fraction": stopped.float(),
         }
         if options.kl > 0:
-            metrics["kl"] = velocity_gap(
-                v, policies.frozen(options.kl_against).velocity(x, rows.sigma, rows.conditioning)
-            )
+            metrics["kl"] = options.term(policies, rows, x, v)
             loss = loss + options.kl * metrics["kl"]
         return Cells(loss=loss, metrics={name: value.detach() for name, value in metrics.items()})

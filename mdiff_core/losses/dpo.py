@@ -9,21 +9,18 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from mdiff_core.contracts import Needs, Policies, Policy
-from mdiff_core.objectives import Anchor, noised
-from mdiff_core.options import Options
+from mdiff_core.objectives import Anchor, OnSamples, noised
 from mdiff_core.sde import row_mean
 from mdiff_core.types import Cells, Conditioning, Preferences
 
 
-class DPOOptions(Options):
+class DPOOptions(OnSamples):
     """How strict the comparison is."""
 
     beta: float = Field(default=2000.0, gt=0)
     """Sharpness; large, because an error is a mean over the latent's dimensions. Also what holds the policy to the reference."""
     against: Anchor = "reference"
     """What errors are compared with: the base (LoRA off), a frozen copy of what the run started from, or the average."""
-    timesteps: float = Field(default=0.99, gt=0, le=1)
-    """Share of the sampler's sigmas at which each pair is trained in an optimizer step."""
 
 
 class DPO:
@@ -41,7 +38,8 @@ class DPO:
     @property
     def needs(self) -> Needs:
         """The reference."""
-        return Needs(policies=frozenset({self.options.against}), timesteps=self.options.timesteps)
+        options = self.options
+        return Needs(policies=frozenset({options.against}), timesteps=options.timesteps, guidance=options.guided)
 
     def __call__(self, policies: Policies, rows: Preferences) -> Cells:
         """Metrics: accuracy (the better one is preferred), margin (by how much, before beta/2), mse of the better and worse."""

@@ -8,8 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from mdiff_core.contracts import Needs, Policies
-from mdiff_core.objectives import Anchor, noised, velocity_gap
-from mdiff_core.options import Options
+from mdiff_core.objectives import OnSamples, VelocityKL, noised, velocity_gap
 from mdiff_core.sde import per_row, row_mean
 from mdiff_core.types import Cells, Samples
 
@@ -27,7 +26,7 @@ LEAST_ERROR = 1e-5
 """Of the adaptive weight's divisor."""
 
 
-class NFTOptions(Options):
+class NFTOptions(VelocityKL, OnSamples):
     """How much a sample's advantage says, and how far the policies are taken apart."""
 
     beta: float = Field(default=1.0, gt=0)
@@ -38,14 +37,6 @@ class NFTOptions(Options):
     """As they are; only the good or the bad ones; 1 for good and 0 for others; or their sign."""
     adaptive: bool = True
     """Divide each squared error by the sample's mean absolute error."""
-    kl: float = Field(default=0.0, ge=0)
-    """Weight of the KL term in velocity space; 0 leaves it out and saves its forward pass."""
-    kl_against: Anchor = "reference"
-    """Where the KL term pulls to: the base (LoRA off), a frozen copy of what the run started from, or the average."""
-    timesteps: float = Field(default=0.99, gt=0, le=1)
-    """Share of the sampler's sigmas at which each sample is trained in an optimizer step."""
-    guided: bool = False
-    """Allow rollouts with guidance, which the method is meant to make needless and is not derived for."""
 
 
 class NFT:
@@ -63,8 +54,8 @@ class NFT:
     @property
     def needs(self) -> Needs:
         """The policy that drew the samples, and the KL term's."""
-        anchors: frozenset[Anchor] = frozenset({self.options.kl_against} if self.options.kl > 0 else ())
-        return Needs(policies=anchors | {"old"}, timesteps=self.options.timesteps, guidance=self.options.guided)
+        options = self.options
+        return Needs(policies=options.anchors | {"old"}, timesteps=options.timesteps, guidance=options.guided)
 
     def __call__(self, policies: Policies, rows: Samples) -> Cells:
         """Metrics: reward_weight (r), positive, negative (their weighted errors), old_gap; kl when kl > 0."""
@@ -83,9 +74,7 @@ class NFT:
             "old_gap": velocity_gap(v, v_old),
         }
         if options.kl > 0:
-            metrics["kl"] = velocity_gap(
-                v, policies.frozen(options.kl_against).velocity(x, rows.sigma, rows.conditioning)
-            )
+            metrics["kl"] = options.term(policies, rows, x, v)
             loss = loss + options.kl * metrics["kl"]
         return Cells(loss=loss, metrics={name: value.detach() for name, value in metrics.items()})
 

@@ -184,7 +184,8 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
         (RL, ["train.old={}"], "train.old: {"),
         (RL, ["loss.name=grpo_guard", "train.old={}", "rollout.weights=old"], "train.old: {"),
         (RL, ["loss.options.beta=1", "loss.options.kl_against=ema"], "loss.options: 'ema', but train.ema is null"),
-        (RL, [*NFT, "sampling.guidance=4.5"], "sampling.guidance: 4.5, but loss 'nft' is meant for samples"),
+        (RL, [*NFT, "sampling.guidance=4.5"], "sampling.guidance: 4.5, but loss 'nft' is derived for samples"),
+        (RL, [*DPO, "sampling.guidance=2"], "sampling.guidance: 2, but loss 'dpo' is derived for samples"),
         (RL, [*NFT, "train.old={}"], "rollout.weights: 'live', but loss 'nft' compares with the policy that drew"),
         (RL, [*NFT, "rollout.weights=old"], "rollout.weights: 'old', but train.old is null"),
         (

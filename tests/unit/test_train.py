@@ -64,8 +64,8 @@ def real_sd3(folder: Path) -> tuple[UpdateJob, Path]:
 
 
 LOSSES: dict[str, dict[str, Any]] = {
-    "awm": {"kl": 0.1, "kl_against": "start"},
-    "dpo": {"beta": 10.0},
+    "awm": {"kl": 0.1, "kl_against": "start", "guided": True},
+    "dpo": {"beta": 10.0, "guided": True},
     "dppo": {"beta": 0.04},
     "flow_grpo": {"beta": 0.04},
     "grpo_guard": {"clip": 0.1, "beta": 0.04, "kl_against": "ema"},
