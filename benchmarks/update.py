@@ -162,7 +162,7 @@ def plain(one: UpdateJob, pairs: Path, repeats: int) -> list[dict[str, float]]:
         reader = Reader(
             conditions=Conditions(pairs, DEVICE, exact=False), device=DEVICE, size=one.train.microbatch, rank=0, world=1
         )
-        (step,) = plan(pairs, one, 0, "transitions")
+        (step,) = plan(pairs, one, 0, registry.make("loss", one.loss))
         gaps = []
         for batch in reader.microbatches(step):
             three.live.density = None

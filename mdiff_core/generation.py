@@ -83,9 +83,11 @@ def check_seeds(requests: Sequence[Request]) -> None:
 class Inspector:
     """Compares what engines return with what they were asked; anything else must not be trained on."""
 
-    def __init__(self, requests: Sequence[Request], sigmas: Tensor, policy: PolicyVersion, checksum: str) -> None:
-        """`sigmas` [T+1] float32 is the family's schedule for the requests' plan, `checksum` that of the weights to draw with."""
-        self._sigmas, self._policy, self._checksum, self._plan = sigmas, policy, checksum, requests[0].plan
+    def __init__(self, requests: Sequence[Request], sigmas: Tensor, policy: PolicyVersion, checksum: str = "") -> None:
+        """`sigmas` [T+1] float32 is the family's schedule for the requests' plan; `checksum` that of the weights to draw with,
+        which a policy that holds no other need not be given."""
+        self._sigmas, self._policy, self._plan = sigmas, policy, requests[0].plan
+        self._checksum = checksum or policy.checksum
         self._asked = {
             f"{request.group}/{index}": (request, index, seed)
             for request in requests

@@ -182,7 +182,7 @@ def trajectory(group: str, index: int, seed: int) -> Trajectory:
 
 
 def inspector() -> Inspector:
-    return Inspector([request("a", 1, 2), request("b", 3)], SIGMAS, POLICY, POLICY.checksum)
+    return Inspector([request("a", 1, 2), request("b", 3)], SIGMAS, POLICY)
 
 
 def test_what_was_asked_for_passes() -> None:

@@ -58,6 +58,19 @@ def test_the_same_kernel_code_drifts_by_rounding_only(tmp_path: Path, guidance: 
     assert metrics["drift_over_clip"] == pytest.approx(metrics["drift_max"] / 1e-4)
 
 
+@pytest.mark.parametrize("loss", ["flow_grpo", "grpo_guard", "dppo", "awm"])
+@pytest.mark.parametrize("kernel", ["flow_sde", "cps", "dance_sde"])
+def test_on_the_first_step_of_a_round_every_ratio_is_one(tmp_path: Path, loss: str, kernel: str) -> None:
+    options = {"guided": True} if loss == "awm" else {}
+    one = world.job(loss=Choice(name=loss, options=options), updates_per_round=1)
+    one = one.model_copy(update={"sampling": one.sampling.model_copy(update={"kernel": Choice(name=kernel)})})
+    pairs = world.draw_pairs(tmp_path / "pairs", one, sizes=(40,))
+    (metrics,) = world.rounds(tmp_path / "run", one, [pairs])
+    # A LoRA with B = 0 adds zeros, and the kernel's code is the same: what differs is how a batch is vectorised.
+    assert metrics["abs_log_ratio"] < 1e-6 and abs(metrics["ratio"] - 1) < 1e-6
+    assert metrics["clip_fraction"] == 0
+
+
 def test_drift_past_the_limit_stops_before_a_weight_moves_and_says_why(tmp_path: Path) -> None:
     pairs = world.draw_pairs(tmp_path / "pairs", world.job(), off_by=0.05)
     with pytest.raises(DriftExceeded) as caught:
