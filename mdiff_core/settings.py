@@ -207,10 +207,10 @@ class Hardware(Options):
 
 
 class Data(Options):
-    """Captioned images for supervised fine-tuning."""
+    """Captioned images or clips for supervised fine-tuning."""
 
     captions: str
-    """JSONL with `image` (path relative to the file) and `input`."""
+    """JSONL with `input` and `image`, or `video`: an animated image or a folder of frames (paths relative to the file)."""
     uncond_fraction: float = Field(default=0.1, ge=0, lt=1)
     """Share of captions replaced by the negative text, so that guidance works afterwards."""
 
