@@ -10,7 +10,7 @@ import pytest
 
 from mdiff_core import checks, config
 from mdiff_core.errors import BadSetting
-from mdiff_core.settings import Ema, RunConfig
+from mdiff_core.settings import Ema, Old, RunConfig
 
 ROOT = Path(__file__).parents[2]
 RL = "shapes_flow_grpo"
@@ -66,6 +66,24 @@ def test_published_settings_are_as_published() -> None:
         )
         assert found.loss.options == {"clip": 1e-4, "beta": beta}
         assert (found.advantage.std, found.train.precision, found.train.updates_per_round) == ("batch", "fp16", 2)
+
+
+def test_published_settings_without_guidance_are_as_published() -> None:
+    fast, *nft = (config.load(f"sd35m_{name}") for name in ("flow_grpo_fast_pickscore", "nft_pickscore", "nft_ocr"))
+    for found in (fast, *nft):
+        assert (found.sampling.steps, found.evaluate.steps) == (10, 40)
+        assert (found.sampling.guidance, found.evaluate.guidance) == (1, 1)
+        assert (found.rollout.group_size, found.prompts.per_round, found.advantage.std) == (24, 48, "batch")
+        assert (found.train.lr, found.train.lora.rank, found.train.lora.alpha) == (3e-4, 32, 64)
+        assert (found.train.precision, found.advantage.clamp) == ("fp16", 5)
+    assert (fast.sampling.kernel.name, fast.sampling.kernel.options) == ("cps", {"eta": 0.8})
+    assert fast.sampling.window.options == {"size": 3, "lo": 0, "hi": 5}
+    assert (fast.loss.options, fast.train.updates_per_round) == ({"clip": 1e-5}, 2)
+    old = Old(flat=0, slope=0.001, most=0.5), Old(flat=75, slope=0.0075, most=0.999)
+    for found, beta, updates, following in zip(nft, (1.0, 0.1), (1, 2), old, strict=True):
+        assert (found.sampling.kernel.name, found.rollout.weights) == ("ode", "old")
+        assert found.loss.options == {"beta": beta, "c": 5.0, "kl": 1e-4, "timesteps": 0.99}
+        assert (found.train.updates_per_round, found.train.old) == (updates, following)
 
 
 def test_overrides_are_json_or_text_and_the_last_wins() -> None:
