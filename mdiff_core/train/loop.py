@@ -198,7 +198,7 @@ class Trainer:
             return self._model.copies["ema"]
         if not self._job.train.ema:
             return {}
-        found = own_weights(self._policy, "ema")
+        found = own_weights(self._job, self._policy, "ema")
         if not found:
             return ema.copies(self._model.parameters)
         return {name: shard.like(found[name], value) for name, value in self._model.parameters.items()}

@@ -86,7 +86,7 @@ def _lora(
     else:
         lora.start(parameters, job.train.lora, job.seed)
     for name in copied:
-        lora.load(lora.parameters_of(transformer, targets, name), own_weights(policy, name) or parameters)
+        lora.load(lora.parameters_of(transformer, targets, name), own_weights(job, policy, name) or parameters)
     _shard(job, family, transformer, mesh, trained=True)
     frozen: dict[Frozen, View] = {}
     for name in copied:
@@ -119,7 +119,7 @@ def _full(
         frozen["reference"] = partial(shard.opened, reference)
     for name in sorted(needs - {"reference"}):
         copy = family.transformer(job.model.path, torch.float32, device)
-        _start_full(copy, policy, own_weights(policy, name) or policies.tensors(policy))
+        _start_full(copy, policy, own_weights(job, policy, name) or policies.tensors(policy))
         _shard(job, family, copy, mesh, trained=False)
         frozen[name] = partial(shard.opened, copy)
         copies[name] = dict(copy.named_parameters())
@@ -146,9 +146,13 @@ def _shard(job: UpdateJob, family: Family, transformer: nn.Module, mesh: DeviceM
     shard.shard(transformer, blocks, mesh, COMPUTE[job.train.precision])
 
 
-def own_weights(policy: PolicyVersion, name: Frozen) -> Mapping[str, Tensor]:
-    """What the policy itself holds of an average; empty when that starts now, at the live weights."""
-    return policies.tensors(policy, name) if name in ("old", "ema") and policies.has(policy, name) else {}
+def own_weights(job: UpdateJob, policy: PolicyVersion, name: Frozen) -> Mapping[str, Tensor]:
+    """What the policy itself holds of an average that the recipe keeps; empty when it starts now, at the live weights."""
+    if name == "ema" and job.train.ema and policies.has(policy, "ema"):
+        return policies.tensors(policy, "ema")
+    if name == "old" and job.train.old and policies.has(policy, "old"):
+        return policies.tensors(policy, "old")
+    return {}
 
 
 def _start_full(transformer: nn.Module, policy: PolicyVersion, found: Mapping[str, Tensor]) -> None:

@@ -298,6 +298,19 @@ def test_a_frozen_start_policy_is_what_the_run_started_from(tmp_path: Path, meth
     assert found[0] < 1e-9 < found[1]  # measured before the first step, and after it
 
 
+def test_an_old_policy_of_an_earlier_run_is_not_taken_for_what_drew_this_one(tmp_path: Path) -> None:
+    first = world.job(loss=Choice(name="with_old"), old=Old(slope=0.1, most=0.9))
+    pairs = world.draw_pairs(tmp_path / "pairs", first, sizes=(6,))
+    world.rounds(tmp_path / "first", first, [pairs] * 3)
+    start, (_, empty) = tmp_path / "first" / "policy-2", world.start(tmp_path / "empty", first)
+    assert world.largest_gap(world.weights(start), world.weights(start, "old")) > 1e-4
+    for name, changes, gap in (("without", {}, False), ("with", {"old": Old()}, True)):
+        one = world.job(loss=Choice(name="with_old"), **changes)
+        found = world.train(one, pairs, start, empty, tmp_path / name / "policy", tmp_path / name / "state")
+        assert (found["old_gap"] > 1e-6) == gap
+        assert policies.has(policies.open_policy(tmp_path / name / "policy"), "old") == gap
+
+
 def test_the_averages_of_a_run_are_the_recurrence_over_its_weights(tmp_path: Path) -> None:
     one = world.job(ema=Ema(decay=0.15), updates_per_round=1)
     pairs = world.draw_pairs(tmp_path / "pairs", one, sizes=(9,))
