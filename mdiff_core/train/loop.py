@@ -103,15 +103,16 @@ class Trainer:
         )
         found = [self._step(reader, step, Drift() if step is steps[0] else None) for step in shown(steps, round)]
         self._state = replace(self._state, position=self._state.position + self._job.train.batch * len(steps))
-        if "old" in self._model.copies:
-            decay = ema.old_decay_at(self._job.train.old, self._state.steps)
-            ema.follow(self._model.copies["old"], self._model.parameters, decay)
-        return summary(found) | {
-            "rows": float(sum(len(step.rows) for step in steps)),
-            "optimizer_steps": float(len(steps)),
-            "seconds": time.monotonic() - started,
-            "peak_memory_gb": peak_memory(self._device) / 2**30,
-        }
+        return (
+            summary(found)
+            | self._follow_old()
+            | {
+                "rows": float(sum(len(step.rows) for step in steps)),
+                "optimizer_steps": float(len(steps)),
+                "seconds": time.monotonic() - started,
+                "peak_memory_gb": peak_memory(self._device) / 2**30,
+            }
+        )
 
     def save(self, out_policy: Path, out_state: Path) -> PolicyVersion:
         """Write the policy, then the state that belongs to it, on rank 0; the next `train` continues from them."""
@@ -187,6 +188,14 @@ class Trainer:
         state.load(folder, saved, wanted | (self._start() if saved.policy else {}))
         optim.restore_moments(self._optimizer, self._model.parameters, wanted, saved.steps)
         return saved
+
+    def _follow_old(self) -> dict[str, float]:
+        """Move the old policy, if there is one, after the round; by how much it stayed is told when it is an average."""
+        if "old" not in self._model.copies:
+            return {}
+        decay = ema.old_decay_at(self._job.train.old, self._state.steps)
+        ema.follow(self._model.copies["old"], self._model.parameters, decay)
+        return {"old_decay": decay} if self._job.train.old else {}
 
     def _start(self) -> dict[str, Tensor]:
         """The frozen start policy's weights by their name in the state; nothing when the loss does not need them."""

@@ -35,7 +35,7 @@ class Step:
     visits: np.ndarray
     """[N] int64: how often the row came before in this step, each time with another sigma of its sample's schedule."""
     noise: tuple[int | str, ...]
-    """What makes a row's randomness differ from that of its other visits."""
+    """What makes a row's randomness another one than in other steps."""
 
     def share(self, rank: int, world: int) -> range:
         """Positions in `rows` of one rank; contiguous, and fewer on the last ranks when N does not divide."""

@@ -278,6 +278,7 @@ def test_the_old_policies_of_a_run_are_the_recurrence_over_its_rounds(tmp_path: 
         torch.testing.assert_close(world.weights(policy, "old")[name], average, rtol=1e-6, atol=1e-9)
     assert world.largest_gap(world.weights(run[0]), world.weights(run[0], "old")) == 0
     assert all(metrics["old_gap"] > 0 for metrics in found)
+    assert [metrics["old_decay"] for metrics in found] == pytest.approx([0.0, 0.2, 0.3, 0.3])
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
