@@ -154,7 +154,7 @@ def plain(one: UpdateJob, pairs: Path, repeats: int) -> list[dict[str, float]]:
     parameters = adapters.parameters_of(net, targets)
     adapters.start(parameters, one.train.lora, one.seed)
     optimizer = torch.optim.AdamW(parameters.values(), lr=one.train.lr, fused=True)
-    three = TrainedPolicies(net, family, kernel, loss.needs, frozen={"reference": lambda: adapters.off(net)})
+    three = TrainedPolicies(net, family, kernel, loss.needs.policies, frozen={"reference": lambda: adapters.off(net)})
     found = []
     for _ in range(repeats):
         wait()
@@ -162,7 +162,7 @@ def plain(one: UpdateJob, pairs: Path, repeats: int) -> list[dict[str, float]]:
         reader = Reader(
             conditions=Conditions(pairs, DEVICE, exact=False), device=DEVICE, size=one.train.microbatch, rank=0, world=1
         )
-        (step,) = plan(pairs, one, 0, "transitions")
+        (step,) = plan(pairs, one, 0, registry.make("loss", one.loss))
         gaps = []
         for batch in reader.microbatches(step):
             three.live.density = None

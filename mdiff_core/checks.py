@@ -1,15 +1,17 @@
 """Every contradiction between settings that can be found without a GPU, before one is asked for."""
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from mdiff_core import prompts, registry
+from mdiff_core.contracts import Kernel, Loss, Window
 from mdiff_core.errors import BadSetting
 from mdiff_core.options import Choice, Options
 from mdiff_core.overrides import sentence
-from mdiff_core.settings import RewardTerm, RunConfig
+from mdiff_core.settings import RewardTerm, RunConfig, Sampling
 from mdiff_core.types import Prompt
 
 ANNOUNCED_REWARDS = frozenset({"ocr", "pickscore"})
@@ -21,6 +23,8 @@ def check(config: RunConfig) -> None:
     for slot, path, choice in choices(config):
         check_choice(slot, path, choice)
     check_algorithm(config)
+    check_loss(config)
+    check_policies(config)
     check_sampling(config)
     check_rounds(config)
     check_train(config)
@@ -94,12 +98,93 @@ def check_algorithm(config: RunConfig) -> None:
         )
 
 
+def check_loss(config: RunConfig) -> None:
+    """How samples are drawn against what the loss can train on."""
+    name, kernel, guidance = config.loss.name, config.sampling.kernel.name, config.sampling.guidance
+    loss: Loss = registry.make("loss", config.loss)
+    if config.algorithm == "rl" and guidance > 1 and not loss.needs.guidance:
+        raise BadSetting(
+            f"sampling.guidance: {guidance:g}, but loss '{name}' is derived for samples that were drawn without guidance; set it to 1, "
+            f"or loss.options.guided=true to train on them all the same"
+        )
+    if loss.needs.normalised and not registry.find("kernel", kernel).normalised:
+        able = [one for one in registry.REGISTRY["kernel"] if registry.find("kernel", one).normalised]
+        raise BadSetting(
+            f"sampling.kernel.name: '{kernel}' leaves the variance out of its log-probs, which loss '{name}' needs; use {' or '.join(able)}"
+        )
+    if loss.rows == "preferences" and config.rollout.group_size < 2:
+        raise BadSetting(
+            f"rollout.group_size: 1 sample has no other to be better than, which loss '{name}' trains on; use 2 or more"
+        )
+
+
+def check_policies(config: RunConfig) -> None:
+    """Which weights there are against which are asked for: by the loss, the rollout and the evaluation."""
+    loss: Loss = registry.make("loss", config.loss)
+    name, train, drawing = config.loss.name, config.train, config.rollout.weights
+    asked = {"rollout.weights": drawing, "evaluate.weights": config.evaluate.weights}
+    if "ema" in loss.needs.policies:
+        asked["loss.options"] = "ema"
+    for path, weights in asked.items():
+        if weights != "live" and train.model_dump()[weights] is None:
+            raise BadSetting(
+                f"{path}: '{weights}', but train.{weights} is null, so there are none; set train.{weights}={{}} or use other weights"
+            )
+    if train.old is not None and ("old" not in loss.needs.policies or loss.rows == "transitions"):
+        raise BadSetting(
+            f"train.old: {train.old.to_json()}, but loss '{name}' has no old policy beside the one that drew the round; set it to null"
+        )
+    if config.algorithm == "sft" and drawing != "live":
+        raise BadSetting(f"rollout.weights: '{drawing}' has no use with algorithm 'sft'; use 'live'")
+    wanted = "old" if train.old is not None else "live"
+    if drawing != wanted and (loss.rows == "transitions" or "old" in loss.needs.policies):
+        raise BadSetting(
+            f"rollout.weights: '{drawing}', but loss '{name}' compares with the policy that drew, which it takes to be '{wanted}'; use that"
+        )
+
+
 def check_sampling(config: RunConfig) -> None:
-    """Size against the model, window against the steps."""
+    """Size against the model, window against the steps, and noise in every step that may be trained."""
     sampling = config.sampling
     family = registry.make("family", config.model.family)
     family.check(config.model.path, width=sampling.width, height=sampling.height, frames=sampling.frames)
-    registry.make("window", sampling.window).check(sampling.steps)
+    window: Window = registry.make("window", sampling.window)
+    window.check(sampling.steps)
+    kernel: Kernel = registry.make("kernel", sampling.kernel)
+    if not kernel.stochastic and sampling.window != Sampling.model_fields["window"].default:
+        raise BadSetting(
+            f"sampling.window.name: '{sampling.window.name}' chooses stochastic steps, and kernel '{sampling.kernel.name}' has none; "
+            f"use 'all'"
+        )
+    if registry.find("loss", config.loss.name).rows == "transitions":
+        check_noise(sampling, kernel, last=sampling.steps - 1 in window.reach(sampling.steps))
+
+
+def check_noise(sampling: Sampling, kernel: Kernel, *, last: bool) -> None:
+    """A trained step without noise has no density; `last` says whether the step to sigma 0 may be trained."""
+    if not has_noise(kernel, 0.5, 0.25):
+        raise BadSetting(
+            f"sampling.kernel.options: {json.dumps(sampling.kernel.options)} leave kernel '{sampling.kernel.name}' no noise, and so no "
+            f"log-probs to train on; raise eta"
+        )
+    if last and not has_noise(kernel, 0.5, 0.0):
+        steps = sampling.steps
+        way_out = (
+            f"end the window at step {steps - 1} (window 'window' with hi={steps - 1})" if steps > 1 else "more steps"
+        )
+        raise BadSetting(
+            f"sampling.window: step {steps - 1}, the last of {steps}, may be trained, and kernel '{sampling.kernel.name}' has no noise in "
+            f"it; {way_out}, or use kernel 'flow_sde'"
+        )
+
+
+def has_noise(kernel: Kernel, sigma: float, sigma_next: float) -> bool:
+    """Whether the kernel's step between two sigmas is stochastic."""
+    import torch
+
+    latent = torch.zeros(1, 1)
+    moments = kernel.moments(latent, latent, *(torch.tensor([value]) for value in (sigma, sigma_next, 0.75)))
+    return bool(moments.scale > 0)
 
 
 def check_rounds(config: RunConfig) -> None:
@@ -127,10 +212,6 @@ def check_rounds(config: RunConfig) -> None:
 def check_train(config: RunConfig) -> None:
     """Settings that only make sense together."""
     train = config.train
-    if config.evaluate.weights == "ema" and train.ema is None:
-        raise BadSetting(
-            "evaluate.weights: 'ema', but train.ema is null, so there are none; set train.ema.decay or evaluate.weights=live"
-        )
     if not all(0 <= beta < 1 for beta in train.betas):
         raise BadSetting(
             f"train.betas: {list(train.betas)} must both be at least 0 and below 1; AdamW's usual ones are [0.9, 0.999]"

@@ -30,6 +30,8 @@ class Kernel(Protocol):
     Options: ClassVar[type[Options]]
     stochastic: ClassVar[bool]
     """False when there is no density (ode): ratio losses are refused."""
+    normalised: ClassVar[bool]
+    """Whether the density integrates to 1."""
 
     def moments(self, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_ceiling: Tensor) -> Moments:
         """Gaussian of x_next: x, v [B, *latent] float32; sigmas [B] float32."""
@@ -60,6 +62,10 @@ class Window(Protocol):
 
     def check(self, steps: int) -> None:
         """Raise BadSetting when the window cannot be drawn from `steps` steps."""
+        ...
+
+    def reach(self, steps: int) -> tuple[int, ...]:
+        """Ascending steps that some round may draw."""
         ...
 
 
@@ -134,8 +140,8 @@ class Engine(Protocol):
 
     Options: ClassVar[type[Options]]
 
-    def load(self, policy: PolicyVersion, weights: Literal["live", "ema"] = "live") -> str:
-        """Take the policy's weights; return the checksum of what is now loaded. No condition counts as sent any more."""
+    def load(self, policy: PolicyVersion, weights: Literal["live", "ema", "old"] = "live") -> str:
+        """Take these of the policy's weights; return `policies.checksum_of` what is now loaded. No condition counts as sent any more."""
         ...
 
     def generate(self, requests: Sequence[Request]) -> "Iterator[tuple[Trajectory, Mapping[str, Condition]]]":
@@ -207,6 +213,25 @@ class Policy(Protocol):
         ...
 
 
+Frozen = Literal["reference", "start", "old", "ema"]
+"""Policies that a loss may compare the live one with: the base (LoRA off, or a frozen copy), a frozen copy of what the run
+started from, the old policy (`train.old`; without it what the round started from), and the average (`train.ema`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a loss asks of the run beside its rows."""
+
+    policies: frozenset[Frozen] = frozenset()
+    """Each costs a forward pass a row, and an adapter or, in full fine-tuning, a copy of the model."""
+    timesteps: float = 0.0
+    """Share of the sampler's sigmas at which a sample is trained in an optimizer step, each as a row; 0: one row as it is."""
+    guidance: bool = True
+    """Whether samples drawn with classifier-free guidance may be trained on; a loss that says no has an option `guided`."""
+    normalised: bool = False
+    """Whether log-probs must be of a density that integrates to 1."""
+
+
 class Policies(Protocol):
     """The policies a loss may ask for; asking for one it did not declare is an error."""
 
@@ -215,15 +240,13 @@ class Policies(Protocol):
         """The one being trained; carries gradient."""
         ...
 
-    @property
-    def reference(self) -> Policy:
-        """The base: LoRA off, or the frozen start weights. No gradient."""
+    def frozen(self, name: Frozen) -> Policy:
+        """Another one to compare with. No gradient."""
         ...
 
-    @property
-    def old(self) -> Policy:
-        """The slowly following copy (DiffusionNFT). No gradient."""
-        ...
+
+RowKind = Literal["transitions", "clean", "samples", "preferences"]
+"""Sampler steps; captioned or drawn pictures; drawn ones with their schedule; the best and worst of each group."""
 
 
 @runtime_checkable
@@ -231,12 +254,12 @@ class Loss(Protocol):
     """An objective over rows; knows nothing of Flyte, Ray, files or ranks."""
 
     Options: ClassVar[type[Options]]
-    rows: ClassVar[Literal["transitions", "clean"]]
+    rows: ClassVar[RowKind]
     """Kind of rows it trains on."""
 
     @property
-    def needs(self) -> frozenset[str]:
-        """Subset of {"reference", "old"}; depends on the options."""
+    def needs(self) -> Needs:
+        """May depend on the options."""
         ...
 
     def __call__(self, policies: Policies, rows: Rows) -> Cells:

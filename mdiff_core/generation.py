@@ -24,14 +24,17 @@ def generate(
 ) -> dict[str, Any]:
     """Writes `trajectories` and `conditions` of all requests, which share one plan; what the engines measured.
 
+    A policy that does not hold such `weights` (the first of a run) is drawn from with its live ones; the metrics say so.
     EngineFailed when engines cannot finish or return something else than was asked for; BadArtifact for a policy of
     another base.
     """
     family, plan = registry.make("family", model.family), requests[0].plan
     opened = policies.open_policy(policy, verify=False)  # the fleet verifies
     policies.check_base(opened, family.digest(model.path))
+    weights = policies.held(opened, weights)
+    checksum = policies.checksum_of(opened, weights)
     sigmas = family.sigmas(model.path, steps=plan.steps, width=plan.width, height=plan.height)
-    inspector = Inspector(requests, sigmas, opened)
+    inspector = Inspector(requests, sigmas, opened, checksum)
     with (
         Fleet(rollout, model, policy, weights) as fleet,
         tables.trajectory_writer(out) as rows,
@@ -45,7 +48,7 @@ def generate(
                 inspector.check(trajectory)
                 rows.add(trajectory)
         inspector.finish()
-    return fleet.metrics | {"policy": opened.version}
+    return fleet.metrics | {"policy": opened.version, "weights": weights, "weights_checksum": checksum}
 
 
 def batched(requests: Sequence[Request], size: int) -> Iterator[list[Request]]:
@@ -80,9 +83,11 @@ def check_seeds(requests: Sequence[Request]) -> None:
 class Inspector:
     """Compares what engines return with what they were asked; anything else must not be trained on."""
 
-    def __init__(self, requests: Sequence[Request], sigmas: Tensor, policy: PolicyVersion) -> None:
-        """`sigmas` [T+1] float32 is the family's schedule for the requests' plan."""
+    def __init__(self, requests: Sequence[Request], sigmas: Tensor, policy: PolicyVersion, checksum: str = "") -> None:
+        """`sigmas` [T+1] float32 is the family's schedule for the requests' plan; `checksum` that of the weights to draw with,
+        which a policy that holds no other need not be given."""
         self._sigmas, self._policy, self._plan = sigmas, policy, requests[0].plan
+        self._checksum = checksum or policy.checksum
         self._asked = {
             f"{request.group}/{index}": (request, index, seed)
             for request in requests
@@ -131,7 +136,7 @@ class Inspector:
             "prompt": (trajectory.prompt.id, request.prompt.id),
             "seed": (trajectory.seed, seed),
             "policy": (trajectory.policy, policy.version),
-            "weights": (trajectory.weights, policy.checksum),
+            "weights": (trajectory.weights, self._checksum),
             "guidance": (trajectory.guidance, plan.guidance),
             "sde_steps": (trajectory.sde_steps, plan.sde_steps),
             "latent_steps": (trajectory.latent_steps, latent_steps(plan.sde_steps)),

@@ -25,7 +25,7 @@ class PairJob(Options):
     """Turn scored trajectories into rows for the optimizer steps of a round."""
 
     rows: str
-    """transitions | clean, as the loss declares."""
+    """contracts.RowKind, as the loss declares."""
     combine: str
     weights: tuple[float, ...]
     """Of the rewards, for `gdpo`."""
@@ -37,7 +37,7 @@ class PairJob(Options):
 
 
 class EncodeJob(Options):
-    """Turn captioned images into clean rows (supervised fine-tuning's stand-in for rollout, score and pair)."""
+    """Turn captioned images or clips into clean rows (supervised fine-tuning's stand-in for rollout, score and pair)."""
 
     model: Model
     data: Data
@@ -45,6 +45,7 @@ class EncodeJob(Options):
     """sha256 of the captions file, so that a changed file is another job."""
     width: int
     height: int
+    frames: int = 1
     negative: str
     batch: int
     seed: int
@@ -111,6 +112,7 @@ def encode_job(config: RunConfig, data: Data, captions: str) -> EncodeJob:
         captions=captions,
         width=config.sampling.width,
         height=config.sampling.height,
+        frames=config.sampling.frames,
         negative=config.sampling.negative,
         batch=config.score.batch,
         seed=config.seed,

@@ -14,6 +14,8 @@ COLUMNS = {
         "latents",
     ),
     "clean": ("sample", "group", "condition", "negative", "guidance", "clean"),
+    "samples": ("sample", "group", "condition", "negative", "guidance", "sigmas", "clean"),
+    "preferences": ("sample", "group", "condition", "negative", "guidance", "sigmas", "clean"),
 }
 """Kind of rows to the trajectory columns they are made of; the others are never read from disk."""
 
@@ -33,6 +35,18 @@ def split(groups: Mapping[str, int], *, updates: int, seed: int, round: int) -> 
     return steps
 
 
+def extremes(samples: Sequence[str], groups: Sequence[str], advantage: Sequence[float]) -> set[str]:
+    """The best and the worst sample of each group; nothing of a group whose advantages are all equal.
+
+    Of several that are equally good the first by a hash of their name counts, whatever their order.
+    """
+    members: dict[str, list[tuple[float, int, str]]] = {}
+    for sample, group, credit in zip(samples, groups, advantage, strict=True):
+        members.setdefault(group, []).append((credit, seeds.derive("extremes", sample), sample))
+    ends = [(min(some), max(some)) for some in members.values()]
+    return {end[2] for pair in ends if pair[0][0] < pair[1][0] for end in pair}
+
+
 class Maker:
     """Makes the rows of one optimizer step, batch after batch.
 
@@ -41,14 +55,23 @@ class Maker:
     """
 
     def __init__(self, kind: str, *, seed: int, round: int) -> None:
-        self._columns = {"transitions": self._transitions, "clean": self._clean}[kind]
+        makers = {
+            "transitions": self._transitions,
+            "clean": self._clean,
+            "samples": self._samples,
+            "preferences": self._preferences,
+        }
+        self._columns = makers[kind]
         self._seed = (seed, round)
         self._memory: tuple[dict[str, np.ndarray], dict[str, np.ndarray]] = ({}, {})
+        self._waiting: dict[str, dict[str, Any]] = {}
+        """Row of the first of a group's two samples, until the other comes."""
 
     def make(self, batch: Mapping[str, Any], chosen: Sequence[int], advantage: np.ndarray) -> dict[str, Any]:
         """Columns of the rows for n trajectories, `chosen` [n] of a batch of `COLUMNS[kind]`, advantage [n].
 
         A row's seed derives from (run seed, round, sample, step). BadArtifact when a trained step's latents are missing.
+        Of preferences, rows come with the second sample of a group; a batch may have none.
         """
         self._memory = self._memory[::-1]
         return self._columns(batch, np.asarray(chosen, np.intp), advantage.astype(np.float32))
@@ -82,6 +105,30 @@ class Maker:
         """One row per sample: its final latent."""
         names = [(batch["sample"][row],) for row in rows]
         return self._shared(batch, rows, advantage, names) | {"x0": self._gather("x0", batch["clean"], rows)}
+
+    def _samples(self, batch: Mapping[str, Any], rows: np.ndarray, advantage: np.ndarray) -> dict[str, Any]:
+        """One row per sample: its final latent, and the schedule it was drawn with."""
+        return self._clean(batch, rows, advantage) | {"sigmas": batch["sigmas"][rows].astype(np.float32, copy=False)}
+
+    def _preferences(self, batch: Mapping[str, Any], rows: np.ndarray, advantage: np.ndarray) -> dict[str, Any]:
+        """One row per group, named after its better sample; its advantage is by how much that is better."""
+        columns = self._samples(batch, rows, advantage)
+        complete = []
+        for i, group in enumerate(columns["group"]):
+            # The latent is copied, as the batch's memory is used again before the other sample may come.
+            row = {name: np.copy(column[i]) if name == "x0" else column[i] for name, column in columns.items()}
+            other = self._waiting.pop(group, None)
+            if other is None:
+                self._waiting[group] = row
+                continue
+            worse, better = sorted((row, other), key=lambda one: float(one["advantage"]))
+            gap = {"advantage": better["advantage"] - worse["advantage"]}
+            complete.append(better | gap | {"better": better["x0"], "worse": worse["x0"]})
+        texts = ("sample", "group", "condition", "negative")
+        return {
+            name: [row[name] for row in complete] if name in texts else np.stack([row[name] for row in complete])
+            for name in ((*texts, "guidance", "seed", "advantage", "sigmas", "better", "worse") if complete else ())
+        }
 
     def _shared(
         self, batch: Mapping[str, Any], rows: np.ndarray, advantage: np.ndarray, names: Sequence[tuple[int | str, ...]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mdiff_core.contracts import Family, Kernel
+from mdiff_core.contracts import Family, Frozen, Kernel
 from mdiff_core.errors import BadSetting
 from mdiff_core.guidance import guided_velocity
 from mdiff_core.types import Conditioning, Moments, Transitions
@@ -55,8 +55,7 @@ class ModelPolicy:
 class TrainedPolicies:
     """contracts.Policies of a transformer in training.
 
-    `frozen` holds a view for each policy but the live one ("reference", "old"); only those in the loss's `needs` are
-    given out.
+    `frozen` holds a view for each policy but the live one; only those that the loss needs are given out.
     """
 
     def __init__(
@@ -64,10 +63,10 @@ class TrainedPolicies:
         transformer: nn.Module,
         family: Family,
         kernel: Kernel,
-        needs: frozenset[str],
+        needs: frozenset[Frozen],
         *,
         live: View | None = None,
-        frozen: Mapping[str, View] | None = None,
+        frozen: Mapping[Frozen, View] | None = None,
     ) -> None:
         absent = sorted(needs - set(frozen or {}))
         if absent:
@@ -78,17 +77,8 @@ class TrainedPolicies:
         views = {name: view for name, view in (frozen or {}).items() if name in needs}
         self._others = {name: ModelPolicy(view, family, kernel, trained=False) for name, view in views.items()}
 
-    @property
-    def reference(self) -> ModelPolicy:
-        """The base model. BadSetting unless the loss declared that it needs it."""
-        return self._declared("reference")
-
-    @property
-    def old(self) -> ModelPolicy:
-        """The slowly following copy. BadSetting unless the loss declared that it needs it."""
-        return self._declared("old")
-
-    def _declared(self, name: str) -> ModelPolicy:
+    def frozen(self, name: Frozen) -> ModelPolicy:
+        """Another policy. BadSetting unless the loss declared that it needs it."""
         if name not in self._others:
-            raise BadSetting(f"loss: asked for policies.{name} but its `needs` lacks '{name}'; declare it in the loss")
+            raise BadSetting(f"loss: asked for policy '{name}', which its `needs` lack; declare it in the loss")
         return self._others[name]

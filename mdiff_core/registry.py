@@ -40,7 +40,12 @@ REGISTRY: dict[str, dict[str, str]] = {
         "metadata": "mdiff_core.filters:Metadata",
     },
     "loss": {
+        "awm": "mdiff_core.losses.awm:AWM",
+        "dpo": "mdiff_core.losses.dpo:DPO",
+        "dppo": "mdiff_core.losses.dppo:DPPO",
         "flow_grpo": "mdiff_core.losses.flow_grpo:FlowGRPO",
+        "grpo_guard": "mdiff_core.losses.grpo_guard:GRPOGuard",
+        "nft": "mdiff_core.losses.nft:NFT",
         "sft": "mdiff_core.losses.sft:SFT",
     },
 }

@@ -54,6 +54,8 @@ class Rollout(Options):
 
     group_size: int = Field(ge=1)
     """Samples per prompt."""
+    weights: Literal["live", "ema", "old"] = "live"
+    """Which of the policy's weights draw: those being trained, or an average of them (train.ema, train.old)."""
     engine: Choice = Choice(name="diffusers")
     engines: int = Field(default=1, ge=1)
     """Engines, each its own Ray actor."""
@@ -110,11 +112,25 @@ class Lora(Options):
 
 
 class Ema(Options):
-    """Exponential moving average of the trained weights: decay_t = min(decay, (1+t)/(10+t))."""
+    """Exponential moving average of the trained weights."""
 
     decay: float = Field(default=0.9, gt=0, lt=1)
+    warmup: bool = True
+    """Follow faster at first: min(decay, (1+t)/(10+t)) at optimizer step t; false decays by the same from the start."""
     every: int = Field(default=1, ge=1)
     """Optimizer steps between updates."""
+
+
+class Old(Options):
+    """The old policy of DiffusionNFT (arXiv 2509.16117): old <- d old + (1-d) live after each round, where
+    d = min(slope * (t - flat), most) at optimizer step t, and 0 before step `flat`."""
+
+    flat: int = Field(default=0, ge=0)
+    """Optimizer steps for which it is a copy of the live weights."""
+    slope: float = Field(default=0.001, ge=0)
+    """By how much the decay grows a step."""
+    most: float = Field(default=0.5, ge=0, lt=1)
+    """Where the decay stops growing."""
 
 
 class Train(Options):
@@ -145,6 +161,8 @@ class Train(Options):
     checkpointing: bool = False
     """Recompute activations in the backward pass."""
     ema: Ema | None = None
+    old: Old | None = None
+    """How the old policy of losses that have one follows the live one; null makes it what a round starts from."""
     drift_limit: float = Field(default=1e-2, gt=0)
     """Largest |log-prob of trainer - of engine| on the first step of a round before the run stops."""
 
@@ -159,7 +177,8 @@ class Evaluate(Options):
     """Samples per prompt."""
     steps: int = Field(ge=1)
     guidance: float = Field(default=1.0, ge=1.0)
-    weights: Literal["live", "ema"] = "live"
+    weights: Literal["live", "ema", "old"] = "live"
+    """Which of the policy's weights are measured."""
 
 
 class Machine(Options):
@@ -188,10 +207,10 @@ class Hardware(Options):
 
 
 class Data(Options):
-    """Captioned images for supervised fine-tuning."""
+    """Captioned images or clips for supervised fine-tuning."""
 
     captions: str
-    """JSONL with `image` (path relative to the file) and `input`."""
+    """JSONL with `input` and `image`, or `video`: an animated image or a folder of frames (paths relative to the file)."""
     uncond_fraction: float = Field(default=0.1, ge=0, lt=1)
     """Share of captions replaced by the negative text, so that guidance works afterwards."""
 

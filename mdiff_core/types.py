@@ -69,7 +69,7 @@ class Trajectory:
     policy: str
     """Version of the policy that drew it."""
     weights: str
-    """Checksum of that policy's weights, as the engine reports it."""
+    """Checksum of the weights that drew it (`policies.checksum_of`), as the engine reports it."""
     condition: str
     """Key of the prompt's row in the conditions table."""
     negative: str
@@ -155,7 +155,37 @@ class CleanRows:
     """[B] int64, stable per row and epoch."""
 
 
-Rows = Transitions | CleanRows
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """A micro-batch of drawn latents, each to be noised to one sigma of the schedule it was drawn with."""
+
+    x0: Tensor
+    """[B, *latent] float32."""
+    sigma: Tensor
+    """[B] float32."""
+    advantage: Tensor
+    """[B] float32."""
+    conditioning: Conditioning
+    seed: Tensor
+    """[B] int64, another one for each sigma of a sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preferences:
+    """A micro-batch of best and worst samples of a group, likewise."""
+
+    better: Tensor
+    """[B, *latent] float32."""
+    worse: Tensor
+    """[B, *latent] float32."""
+    sigma: Tensor
+    """[B] float32."""
+    conditioning: Conditioning
+    seed: Tensor
+    """[B] int64, another one for each sigma of a pair."""
+
+
+Rows = Transitions | CleanRows | Samples | Preferences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,6 +74,10 @@ class All:
     def check(self, steps: int) -> None:
         """Any number of steps will do."""
 
+    def reach(self, steps: int) -> tuple[int, ...]:
+        """All of them."""
+        return tuple(range(steps))
+
     def draw(self, *, steps: int, seed: int, round: int) -> tuple[int, ...]:
         """0..steps-1, whatever the seed and round."""
         return tuple(range(steps))
@@ -90,6 +94,10 @@ class RandomWindow:
     def check(self, steps: int) -> None:
         """BadSetting when the window does not fit."""
         check_range(self.options, steps)
+
+    def reach(self, steps: int) -> tuple[int, ...]:
+        """All between `lo` and `hi`."""
+        return tuple(range(self.options.lo, end_of(self.options, steps)))
 
     def draw(self, *, steps: int, seed: int, round: int) -> tuple[int, ...]:
         """`size` steps in a row."""
@@ -111,6 +119,10 @@ class Progressive:
     def check(self, steps: int) -> None:
         """BadSetting when the window does not fit."""
         check_range(self.options, steps)
+
+    def reach(self, steps: int) -> tuple[int, ...]:
+        """All between `lo` and `hi`."""
+        return tuple(range(self.options.lo, end_of(self.options, steps)))
 
     def draw(self, *, steps: int, seed: int, round: int) -> tuple[int, ...]:
         """`size` steps in a row; the round decides which, the seed plays no part."""
@@ -149,6 +161,10 @@ class Subset:
             raise BadSetting(
                 f"sampling.window.options.k: {k} is more than the {len(listed)} steps listed; use {len(listed)} at most"
             )
+
+    def reach(self, steps: int) -> tuple[int, ...]:
+        """Those listed."""
+        return tuple(sorted(self.options.steps))
 
     def draw(self, *, steps: int, seed: int, round: int) -> tuple[int, ...]:
         """The `k` steps whose hashes come first, in ascending order."""

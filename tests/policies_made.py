@@ -32,6 +32,6 @@ def lora_policy(folder: Path, model: Path, parent: PolicyVersion, *, seed: int =
         return found
 
     return policies.write_lora(
-        folder, tensors=weights(list(layers)), ema_tensors=weights(list(layers)) if ema else None, rank=4, alpha=4.0,
+        folder, tensors=weights(list(layers)), averages={"ema": weights(list(layers))} if ema else {}, rank=4, alpha=4.0,
         targets=list(layers), parent=parent, version="00001",
     )  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mdiff_core.contracts import Kernel
-from mdiff_core.types import CleanRows, Conditioning, Moments, Transitions
+from mdiff_core.types import CleanRows, Conditioning, Moments, Preferences, Samples, Transitions
 
 LATENT = (2, 3, 3)
 UNCONDITIONAL = Conditioning(positive={}, negative={}, guidance=1.0)
@@ -35,25 +35,24 @@ class ToyPolicy(nn.Module):
 
 
 class ToyPolicies:
-    """Live, reference and old with different weights; asking for one that was not declared fails the test."""
+    """Live and others with different weights; asking for one that was not declared fails the test."""
 
     def __init__(self, kernel: Kernel, needs: Iterable[str] = ()) -> None:
         self.kernel = kernel
         self.live = ToyPolicy(kernel, 0, grad=True)
-        self.frozen = {name: ToyPolicy(kernel, seed, grad=False) for seed, name in enumerate(("reference", "old"), 1)}
+        names = ("reference", "old", "start", "ema")
+        self.others = {name: ToyPolicy(kernel, seed, grad=False) for seed, name in enumerate(names, 1)}
         self.needs = frozenset(needs)
 
-    def asked(self, name: str) -> ToyPolicy:
+    def frozen(self, name: str) -> ToyPolicy:
         assert name in self.needs, f"the loss uses '{name}' without declaring it"
-        return self.frozen[name]
+        return self.others[name]
 
-    @property
-    def reference(self) -> ToyPolicy:
-        return self.asked("reference")
-
-    @property
-    def old(self) -> ToyPolicy:
-        return self.asked("old")
+    def on_policy(self, *names: str) -> "ToyPolicies":
+        """These are what the live one is, as on the first step of a round."""
+        for name in names:
+            self.others[name].load_state_dict(self.live.state_dict())
+        return self
 
 
 def transitions(
@@ -78,8 +77,31 @@ def transitions(
     return Transitions(**columns | change)
 
 
+def latents(batch: int, seed: int = 3) -> Tensor:
+    return torch.randn(batch, *LATENT, generator=torch.Generator().manual_seed(seed))
+
+
 def clean_rows(advantage: list[float]) -> CleanRows:
     batch = len(advantage)
-    x0 = torch.randn(batch, *LATENT, generator=torch.Generator().manual_seed(3))
     seed = torch.arange(200, 200 + batch)
-    return CleanRows(x0=x0, advantage=torch.tensor(advantage), conditioning=UNCONDITIONAL, seed=seed)
+    return CleanRows(x0=latents(batch), advantage=torch.tensor(advantage), conditioning=UNCONDITIONAL, seed=seed)
+
+
+def samples(advantage: list[float], sigma: list[float]) -> Samples:
+    return Samples(
+        x0=latents(len(sigma)),
+        sigma=torch.tensor(sigma),
+        advantage=torch.tensor(advantage),
+        conditioning=UNCONDITIONAL,
+        seed=torch.arange(200, 200 + len(sigma)),
+    )
+
+
+def preferences(sigma: list[float]) -> Preferences:
+    return Preferences(
+        better=latents(len(sigma)),
+        worse=latents(len(sigma), seed=4),
+        sigma=torch.tensor(sigma),
+        conditioning=UNCONDITIONAL,
+        seed=torch.arange(200, 200 + len(sigma)),
+    )

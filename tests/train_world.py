@@ -15,11 +15,12 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from mdiff_core import policies, registry, tables
-from mdiff_core.contracts import Policies
+from mdiff_core.contracts import Needs, Policies
 from mdiff_core.errors import BadSetting, DriftExceeded
 from mdiff_core.guidance import guided_velocity
 from mdiff_core.jobs import UpdateJob
 from mdiff_core.losses.flow_grpo import FlowGRPO, FlowGRPOOptions
+from mdiff_core.losses.nft import NFT, NFTOptions
 from mdiff_core.options import Choice, Options
 from mdiff_core.sde import row_mean
 from mdiff_core.settings import Model, Sampling, Train
@@ -108,13 +109,23 @@ class WithOld(FlowGRPO):
     Options = WithOldOptions
 
     @property
-    def needs(self) -> frozenset[str]:
-        return super().needs | {"old"}
+    def needs(self) -> Needs:
+        return Needs(policies=super().needs.policies | {"old"})
 
     def __call__(self, policies: Policies, rows: Transitions) -> Cells:
         cells = super().__call__(policies, rows)
-        gap = policies.live.transition(rows).mean - policies.old.transition(rows).mean
+        gap = policies.live.transition(rows).mean - policies.frozen("old").transition(rows).mean
         return Cells(loss=cells.loss, metrics=dict(cells.metrics) | {"old_gap": row_mean(gap.detach().abs())})
+
+
+class Dies:
+    """A loss until its process is killed, as by a machine that goes away; without MDIFF_TEST_KILL, the loss."""
+
+    def __call__(self, policies: Policies, rows: Any) -> Cells:
+        self.options = self.options.model_copy(update={"calls": self.options.calls - 1})
+        if self.options.calls < 0 and "MDIFF_TEST_KILL" in os.environ:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(policies, rows)
 
 
 class KilledOptions(FlowGRPOOptions):
@@ -124,20 +135,31 @@ class KilledOptions(FlowGRPOOptions):
     """Micro-batches to let pass."""
 
 
-class Killed(FlowGRPO):
-    """flow_grpo until its process is killed, as by a machine that goes away; without MDIFF_TEST_KILL, flow_grpo."""
+class Killed(Dies, FlowGRPO):
+    """flow_grpo."""
 
     Options = KilledOptions
 
-    def __call__(self, policies: Policies, rows: Transitions) -> Cells:
-        self.options = self.options.model_copy(update={"calls": self.options.calls - 1})
-        if self.options.calls < 0 and "MDIFF_TEST_KILL" in os.environ:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__call__(policies, rows)
+
+class KilledNFTOptions(NFTOptions):
+    """When to die."""
+
+    calls: int
+    """Micro-batches to let pass."""
+
+
+class KilledNFT(Dies, NFT):
+    """nft."""
+
+    Options = KilledNFTOptions
 
 
 registry.REGISTRY["family"][FAMILY] = "tests.train_world:StandIn"
-registry.REGISTRY["loss"] |= {"with_old": "tests.train_world:WithOld", "killed": "tests.train_world:Killed"}
+registry.REGISTRY["loss"] |= {
+    "with_old": "tests.train_world:WithOld",
+    "killed": "tests.train_world:Killed",
+    "killed_nft": "tests.train_world:KilledNFT",
+}
 
 TRAIN = Train(lr=1e-3, precision="fp32", microbatch=4, updates_per_round=2, drift_limit=1.0)
 """The rows of every round are drawn from the base here, so that all rounds but the first drift."""
@@ -231,9 +253,16 @@ def draw_pairs(
             "x_next": x_next.numpy(),
             "log_prob": kernel.log_prob(x_next, moments).numpy() + np.float32(off_by),
         }
-        clean = registry.find("loss", one.loss.name).rows == "clean"
-        with tables.row_writer(folder, number, "clean" if clean else "transitions") as rows:
-            rows.add_batch(shared | ({"x0": x.numpy()} if clean else steps))
+        drawn = {"sigmas": sigmas.expand(size, -1).numpy()}
+        kinds = {
+            "transitions": steps,
+            "clean": {"x0": x.numpy()},
+            "samples": drawn | {"x0": x.numpy()},
+            "preferences": drawn | {"better": x.numpy(), "worse": x_next.numpy()},
+        }
+        kind = registry.find("loss", one.loss.name).rows
+        with tables.row_writer(folder, number, kind) as rows:
+            rows.add_batch(shared | kinds[kind])
     return folder
 
 

@@ -55,6 +55,7 @@ class DiffusersEngine:
         self._encoder = family.encoder(model, dtype, device)
         self._vae = family.decoder(model, vars(torch)[options.vae_dtype], device)
         self._policy: PolicyVersion | None = None
+        self._checksum = ""
         self._texts: OrderedDict[str, Condition] = OrderedDict()
         self._sent: set[str] = set()
         if options.compile:
@@ -65,10 +66,10 @@ class DiffusersEngine:
         """Merge the policy's weights into the base, in place of the last ones."""
         if self._transformer is None:
             raise EngineFailed("diffusers engine: it was closed; make a new one")
-        checksum = policies.apply_to(self._transformer, policy, weights)
+        self._checksum = policies.apply_to(self._transformer, policy, weights)
         self._policy = policy
         self._sent.clear()
-        return checksum
+        return self._checksum
 
     def generate(self, requests: Sequence[Request]) -> Iterator[tuple[Trajectory, Mapping[str, Condition]]]:
         """All requests as one batch; they share one plan."""
@@ -112,7 +113,7 @@ class DiffusersEngine:
             prompt=request.prompt,
             seed=request.seeds[i],
             policy=self._policy.version,
-            weights=self._policy.checksum,
+            weights=self._checksum,
             condition=condition_key(request.prompt.text),
             negative=condition_key(plan.negative) if plan.guidance > 1 else "",
             guidance=plan.guidance,

@@ -14,7 +14,7 @@ from mdiff_core.errors import EngineFailed, MdiffError
 from mdiff_core.fleet.actor import EngineActor, pack
 from mdiff_core.fleet.cluster import local_ray
 from mdiff_core.fleet.progress import Progress
-from mdiff_core.policies import Weights, open_policy
+from mdiff_core.policies import Weights, checksum_of, open_policy
 from mdiff_core.settings import Model, Rollout
 from mdiff_core.types import Condition, Request, Trajectory
 
@@ -63,6 +63,7 @@ class Fleet:
         """BadArtifact when `policy` is not a whole policy."""
         self._rollout, self._model, self._weights = rollout, model, weights
         self._policy = open_policy(policy)
+        self._checksum = checksum_of(self._policy, weights)
         self._stack = ExitStack()
         self._slots: list[_Slot] = []
         self._batches: Sequence[Sequence[Request]] = ()
@@ -231,10 +232,10 @@ class Fleet:
         if job.batch is not None:
             return job.batch, value
         self._start_seconds = self._start_seconds or time.monotonic() - self._entered
-        if value != self._policy.checksum:
+        if value != self._checksum:
             raise EngineFailed(
-                f"engine {slot.number} loaded weights {value[:12]}, not policy {self._policy.version}'s "
-                f"{self._policy.checksum[:12]}; run the rollout again"
+                f"engine {slot.number} loaded weights {value[:12]}, not the {self._weights} ones of policy "
+                f"{self._policy.version}, {self._checksum[:12]}; run the rollout again"
             )
         return None
 

@@ -22,6 +22,7 @@ class CPS:
 
     Options = CPSOptions
     stochastic = True
+    normalised = False
 
     def __init__(self, options: CPSOptions) -> None:
         self.fresh = math.sin(options.eta * math.pi / 2)

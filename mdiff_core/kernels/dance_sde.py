@@ -21,6 +21,7 @@ class DanceSDE:
 
     Options = DanceSDEOptions
     stochastic = True
+    normalised = True
 
     def __init__(self, options: DanceSDEOptions) -> None:
         self.eta = options.eta

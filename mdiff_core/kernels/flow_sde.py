@@ -21,6 +21,7 @@ class FlowSDE:
 
     Options = FlowSDEOptions
     stochastic = True
+    normalised = True
 
     def __init__(self, options: FlowSDEOptions) -> None:
         self.eta = options.eta

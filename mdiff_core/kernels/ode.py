@@ -18,6 +18,7 @@ class ODE:
 
     Options = ODEOptions
     stochastic = False
+    normalised = False
 
     def __init__(self, options: ODEOptions) -> None:
         """`options` is empty; every kernel is made from its options."""

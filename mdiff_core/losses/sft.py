@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from mdiff_core import seeds
-from mdiff_core.contracts import Policies
+from mdiff_core.contracts import Needs, Policies
 from mdiff_core.options import Options
 from mdiff_core.sde import per_row, row_mean
 from mdiff_core.sigmas import shifted
@@ -35,14 +35,10 @@ class SFT:
 
     Options = SFTOptions
     rows: Literal["clean"] = "clean"
+    needs = Needs()
 
     def __init__(self, options: SFTOptions) -> None:
         self.options = options
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Nothing but the live policy."""
-        return frozenset()
 
     def __call__(self, policies: Policies, rows: CleanRows) -> Cells:
         """Metrics: mse (unweighted) and sigma."""

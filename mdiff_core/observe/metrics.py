@@ -11,8 +11,10 @@ time as `seconds/<stage>`:
 | `checksum` | both | of that policy's weights |
 | `score/reward_mean` | round | mean total over the samples that have one |
 | `score/kept_groups`, `score/groups` | round | groups with a kept sample; groups drawn |
+| `rollout/weights`, `rollout/weights_checksum` | round | which of the policy's weights drew (live, ema, old), and their checksum |
 | `update/loss`, `update/grad_norm` | round | means over the round's optimizer steps |
 | `update/drift_max` | round | largest log-prob gap between engine and trainer |
+| `evaluate/weights`, `evaluate/weights_checksum` | evaluation | likewise, of what was measured |
 | `evaluate/reward_mean` | evaluation | mean total on the held-out prompts |
 | `seconds/rollout` ... | both | per stage |
 

@@ -2,11 +2,14 @@
 
 from mdiff_core.policies.artifact import (
     Adapter,
+    Averages,
     Weights,
     adapter_of,
     base_version,
     check_base,
-    has_ema,
+    checksum_of,
+    has,
+    held,
     open_policy,
     tensors,
     write_full,
@@ -17,12 +20,15 @@ from mdiff_core.policies.shelf import latest, publish
 
 __all__ = [
     "Adapter",
+    "Averages",
     "Weights",
     "adapter_of",
     "apply_to",
     "base_version",
     "check_base",
-    "has_ema",
+    "checksum_of",
+    "has",
+    "held",
     "latest",
     "load_full",
     "open_policy",

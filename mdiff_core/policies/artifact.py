@@ -31,9 +31,11 @@ FILES = {
     "lora": ("adapter_model.safetensors", "adapter_config.json"),
     "full": ("model.safetensors",),
 }
-"""What each kind holds; with EMA, once more below `ema/`."""
+"""What each kind holds; once more below `ema/` and `old/` when the policy has those averages."""
 
-Weights = Literal["live", "ema"]
+Weights = Literal["live", "ema", "old"]
+Averages = Mapping[Literal["ema", "old"], Mapping[str, Tensor]]
+"""Tensors of the sets of weights beside the live one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,7 @@ def write_lora(
     folder: Path,
     *,
     tensors: Mapping[str, Tensor],
-    ema_tensors: Mapping[str, Tensor] | None,
+    averages: Averages,
     rank: int,
     alpha: float,
     targets: Sequence[str],
@@ -88,25 +90,25 @@ def write_lora(
         "target_modules": sorted(targets),
         "task_type": None,
     }
-    for below, weights in _branches(folder, tensors, ema_tensors):
+    for below, weights in _branches(folder, tensors, averages):
         _check_pairs(folder, weights, targets)
         _save(below / "adapter_model.safetensors", {PEFT_PREFIX + name: value for name, value in weights.items()})
         write_durably(below / "adapter_config.json", json.dumps(config, indent=1).encode())
-    return _next(folder, parent, version, kind="lora", targets=tuple(sorted(targets)), ema=ema_tensors is not None)
+    return _next(folder, parent, version, kind="lora", targets=tuple(sorted(targets)), averages=averages)
 
 
 def write_full(
     folder: Path,
     *,
     tensors: Mapping[str, Tensor],
-    ema_tensors: Mapping[str, Tensor] | None,
+    averages: Averages,
     parent: PolicyVersion,
     version: str,
 ) -> PolicyVersion:
     """Write every weight; its version is `<version>-<8 digits of its checksum>`."""
-    for below, weights in _branches(folder, tensors, ema_tensors):
+    for below, weights in _branches(folder, tensors, averages):
         _save(below / "model.safetensors", weights)
-    return _next(folder, parent, version, kind="full", targets=(), ema=ema_tensors is not None)
+    return _next(folder, parent, version, kind="full", targets=(), averages=averages)
 
 
 def open_policy(folder: Path, verify: bool = True) -> PolicyVersion:
@@ -127,7 +129,8 @@ def open_policy(folder: Path, verify: bool = True) -> PolicyVersion:
         raise BadArtifact(f"{folder / POLICY}: {error} is missing or unknown; write the policy again") from error
     if found.get("target_count") != len(policy.targets):
         raise BadArtifact(f"{folder / POLICY}: target_count is not {len(policy.targets)}; write the policy again")
-    if set(files) not in ({*known}, {*known, *(f"ema/{name}" for name in known)}):
+    averages = {name.partition("/")[0] for name in files if "/" in name}
+    if averages - {"ema", "old"} or set(files) != {*known, *(f"{one}/{name}" for one in averages for name in known)}:
         raise BadArtifact(f"{folder / POLICY}: lists {sorted(files)}, but a {policy.kind} policy holds {sorted(known)}")
     for name in files:
         if not (folder / name).is_file():
@@ -151,10 +154,10 @@ def tensors(policy: PolicyVersion, weights: Weights = "live") -> dict[str, Tenso
     """The policy's own tensors on the CPU, in the dtype they were written in; empty for a base."""
     if policy.kind == "base":
         return {}
-    path = policy.path / ("ema" if weights == "ema" else "") / FILES[policy.kind][0]
+    path = _weight_file(policy, weights)
     if not path.is_file():
         raise BadArtifact(
-            f"{path}: policy {policy.version} has no {weights} weights; evaluate.weights='ema' needs train.ema"
+            f"{path}: policy {policy.version} has no {weights} weights; evaluate.weights='{weights}' needs train.{weights}"
         )
     try:
         found = load_file(path)
@@ -167,9 +170,22 @@ def tensors(policy: PolicyVersion, weights: Weights = "live") -> dict[str, Tenso
     return bare
 
 
-def has_ema(policy: PolicyVersion) -> bool:
-    """Whether the policy has averaged weights beside the live ones."""
-    return policy.kind != "base" and (policy.path / "ema" / FILES[policy.kind][0]).is_file()
+def has(policy: PolicyVersion, weights: Weights) -> bool:
+    """Whether the policy holds this set of weights; live ones it always does."""
+    return weights == "live" or (policy.kind != "base" and _weight_file(policy, weights).is_file())
+
+
+def held(policy: PolicyVersion, weights: Weights) -> Weights:
+    """The set asked for, or the live one of a policy that was made without it, where every average starts."""
+    return weights if has(policy, weights) else "live"
+
+
+def checksum_of(policy: PolicyVersion, weights: Weights = "live") -> str:
+    """sha256 over one set of weights; the policy's own checksum when there is no other."""
+    files: dict[str, str] = _read_json(policy.path / POLICY)["files"]
+    below = "" if weights == "live" else f"{weights}/"
+    own = {name.removeprefix(below): digest for name, digest in files.items() if name.startswith(below)}
+    return _checksum({name: digest for name, digest in own.items() if "/" not in name}, policy.base_digest)
 
 
 def check_base(policy: PolicyVersion, base_digest: str) -> None:
@@ -181,11 +197,13 @@ def check_base(policy: PolicyVersion, base_digest: str) -> None:
         )
 
 
-def _branches(
-    folder: Path, live: Mapping[str, Tensor], ema: Mapping[str, Tensor] | None
-) -> list[tuple[Path, Mapping[str, Tensor]]]:
-    """Folder and tensors of the live weights and, when there are any, of the averaged ones."""
-    branches = [(folder, live)] + ([(folder / "ema", ema)] if ema is not None else [])
+def _weight_file(policy: PolicyVersion, weights: Weights) -> Path:
+    return policy.path / ("" if weights == "live" else weights) / FILES[policy.kind][0]
+
+
+def _branches(folder: Path, live: Mapping[str, Tensor], averages: Averages) -> list[tuple[Path, Mapping[str, Tensor]]]:
+    """Folder and tensors of the live weights and of the averages."""
+    branches = [(folder, live)] + [(folder / name, weights) for name, weights in averages.items()]
     for below, _ in branches:
         below.mkdir(parents=True, exist_ok=True)
     return branches
@@ -199,9 +217,9 @@ def _save(path: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def _next(
-    folder: Path, parent: PolicyVersion, version: str, *, kind: str, targets: tuple[str, ...], ema: bool
+    folder: Path, parent: PolicyVersion, version: str, *, kind: str, targets: tuple[str, ...], averages: Averages
 ) -> PolicyVersion:
-    names = [*FILES[kind], *(f"ema/{name}" for name in FILES[kind] if ema)]
+    names = [*FILES[kind], *(f"{one}/{name}" for one in averages for name in FILES[kind])]
     files = {name: _sha256(folder / name) for name in names}
     checksum = _checksum(files, parent.base_digest)
     label = f"{version}-{checksum[:8]}"

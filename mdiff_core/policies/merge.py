@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mdiff_core.errors import BadArtifact
-from mdiff_core.policies.artifact import Weights, adapter_of, tensors
+from mdiff_core.policies.artifact import Weights, adapter_of, checksum_of, tensors
 from mdiff_core.types import PolicyVersion
 
 _ORIGINALS: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
@@ -16,7 +16,7 @@ _ORIGINALS: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary(
 
 @torch.no_grad()
 def apply_to(transformer: nn.Module, policy: PolicyVersion, weights: Weights = "live") -> str:
-    """Give a base transformer the policy's weights, in place of those of an earlier call; returns its checksum.
+    """Give a base transformer the policy's weights, in place of those of an earlier call; returns `checksum_of` them.
 
     A LoRA is merged: W + alpha / rank * B @ A, computed in float32 and rounded once to W's dtype. BadArtifact when a
     name or shape does not match the transformer, which is then left as it was before the call.
@@ -34,13 +34,13 @@ def apply_to(transformer: nn.Module, policy: PolicyVersion, weights: Weights = "
     originals.update({name: parameters[name].to("cpu", copy=True) for name in changed if name not in originals})
     if policy.kind == "full":
         load_full(parameters, found)
-        return policy.checksum
+        return checksum_of(policy, weights)
     scale = adapter_of(policy).scale if policy.targets else 0.0
     for target in policy.targets:
         weight = parameters[f"{target}.weight"]
         a, b = (found[f"{target}.lora_{side}.weight"].to(weight.device, torch.float32) for side in "AB")
         weight.copy_(weight.float() + scale * (b @ a))
-    return policy.checksum
+    return checksum_of(policy, weights)
 
 
 @torch.no_grad()

@@ -1,14 +1,16 @@
-"""Turn captioned images into clean rows: supervised fine-tuning's stand-in for rollout, score and pair."""
+"""Turn captioned images or clips into clean rows: supervised fine-tuning's stand-in for rollout, score and pair."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import numpy as np
+from PIL import Image, ImageOps
 
 from mdiff_core import registry, seeds, tables
 from mdiff_core.contracts import LatentCodec, TextEncoder
@@ -18,7 +20,7 @@ from mdiff_core.sampler import condition_key
 
 VERSION = "1"
 READERS = 4
-"""Threads that read and resize images."""
+"""Threads that read and resize."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +28,8 @@ class Caption:
     """A line of the captions file."""
 
     number: int
-    image: str
-    """Path or URI."""
+    source: str
+    """Path or URI of an image, an animated one, or a folder of frames."""
     text: str
 
 
@@ -59,7 +61,7 @@ def run(job: EncodeJob, out: Path) -> dict[str, float]:
 
 
 def read_captions(uri: str) -> list[Caption]:
-    """The lines of a JSONL file with `image` (relative to the file) and `input`; a folder's path or an fsspec URI."""
+    """The lines of a JSONL file with `input` and `image` or `video` (relative to the file); a path or an fsspec URI."""
     fs, path = fsspec.url_to_fs(uri)
     try:
         lines = fs.cat_file(path).decode().splitlines()
@@ -72,20 +74,26 @@ def read_captions(uri: str) -> list[Caption]:
     folder = uri.rpartition("/")[0] or "."
     found = [caption(line, number, uri, folder) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
-        raise BadSetting(f"data.captions: '{uri}' has no lines; write one object with `image` and `input` a line")
+        raise BadSetting(
+            f"data.captions: '{uri}' has no lines; write one object with `image` or `video`, and `input`, a line"
+        )
     return found
 
 
 def caption(line: str, number: int, uri: str, folder: str) -> Caption:
-    """One line; BadSetting with file and line when it is not an object with both texts."""
+    """One line; BadSetting with file and line when it is not an object with a text and one source."""
     try:
         fields: Any = json.loads(line)
     except ValueError as error:
         raise BadSetting(f"data.captions: {uri}:{number} is not JSON ({error}); write one object a line") from error
-    for name in ("image", "input"):
-        if not isinstance(fields, dict) or not isinstance(fields.get(name), str):
-            raise BadSetting(f"data.captions: {uri}:{number} has no text `{name}`; give `image` and `input`")
-    return Caption(number=number, image=f"{folder}/{fields['image']}", text=fields["input"])
+    found = fields if isinstance(fields, dict) else {}
+    sources = [found[name] for name in ("image", "video") if isinstance(found.get(name), str)]
+    for name, there in (("input", isinstance(found.get("input"), str)), ("image", len(sources) == 1)):
+        if not there:
+            raise BadSetting(
+                f"data.captions: {uri}:{number} has no text `{name}`; give `input`, and one of `image` and `video`"
+            )
+    return Caption(number=number, source=f"{folder}/{sources[0]}", text=found["input"])
 
 
 def parts(job: EncodeJob) -> tuple[TextEncoder, LatentCodec]:
@@ -106,28 +114,50 @@ def text_of(job: EncodeJob, caption: Caption) -> str:
 
 
 def batches(job: EncodeJob, captions: Sequence[Caption], pool: ThreadPoolExecutor) -> Iterator[tuple[int, np.ndarray]]:
-    """(first line's position, frames [B, 1, H, W, 3] uint8), the next batch being read meanwhile."""
+    """(first line's position, frames [B, F, H, W, 3] uint8), the next batch being read meanwhile."""
     starts = range(0, len(captions), job.batch)
-    ahead = [pool.submit(frame, job, caption) for caption in captions[: job.batch]]
+    ahead = [pool.submit(clip, job, caption) for caption in captions[: job.batch]]
     for start in starts:
         waiting, stop = ahead, start + job.batch
-        ahead = [pool.submit(frame, job, caption) for caption in captions[stop : stop + job.batch]]
-        yield start, np.stack([future.result() for future in waiting])[:, None]
+        ahead = [pool.submit(clip, job, caption) for caption in captions[stop : stop + job.batch]]
+        yield start, np.stack([future.result() for future in waiting])
 
 
-def frame(job: EncodeJob, caption: Caption) -> np.ndarray:
-    """[H, W, 3] uint8: the middle of the image in the wanted proportions, resized."""
-    from PIL import Image, ImageOps
-
+def clip(job: EncodeJob, caption: Caption) -> np.ndarray:
+    """[F, H, W, 3] uint8: frames at even distances, the middle of each in the wanted proportions, resized."""
+    where = f"data.captions: {job.data.captions}:{caption.number}"
     try:
-        with fsspec.open(caption.image, "rb") as file, Image.open(file) as image:
-            upright = ImageOps.exif_transpose(image).convert("RGB")
+        found = list(frames_of(caption.source, partial(spread, job, where)))
     except OSError as error:
         raise BadSetting(
-            f"data.captions: {job.data.captions}:{caption.number}: image '{caption.image}' cannot be read "
-            f"({type(error).__name__}); repair or remove the line"
+            f"{where}: '{caption.source}' cannot be read ({type(error).__name__}); repair or remove the line"
         ) from error
-    return np.asarray(ImageOps.fit(upright, (job.width, job.height), Image.Resampling.LANCZOS))
+    size = (job.width, job.height)
+    return np.stack([np.asarray(ImageOps.fit(one, size, Image.Resampling.LANCZOS)) for one in found])
+
+
+def spread(job: EncodeJob, where: str, there: int) -> list[int]:
+    """Which of the frames that are there are taken; BadSetting when they are too few."""
+    if there < job.frames:
+        raise BadSetting(
+            f"{where}: has {there} frames and sampling.frames is {job.frames}; lower that, or remove the line"
+        )
+    return [round(position) for position in np.linspace(0, there - 1, job.frames)]
+
+
+def frames_of(source: str, choose: Callable[[int], list[int]]) -> Iterator[Image.Image]:
+    """The chosen frames, upright and in RGB: of a folder's files by name, of an animation, or the one of an image."""
+    fs, path = fsspec.url_to_fs(source)
+    if fs.isdir(path):
+        names = sorted(fs.ls(path, detail=False))
+        for number in choose(len(names)):
+            with fs.open(names[number], "rb") as file, Image.open(file) as image:
+                yield ImageOps.exif_transpose(image).convert("RGB")
+        return
+    with fs.open(path, "rb") as file, Image.open(file) as image:
+        for number in choose(getattr(image, "n_frames", 1)):  # which only formats that may be animated have
+            image.seek(number)
+            yield ImageOps.exif_transpose(image).convert("RGB")
 
 
 def columns(job: EncodeJob, captions: Sequence[Caption], texts: Sequence[str], x0: np.ndarray) -> dict[str, Any]:

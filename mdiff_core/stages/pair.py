@@ -54,10 +54,14 @@ def run(job: PairJob, trajectories: Path, scores: Path, out: Path) -> dict[str, 
 
 
 def places_of(job: PairJob, scored: Sequence[Scored]) -> dict[str, Place]:
-    """Each sample's place; kept groups are split over at most `job.updates` optimizer steps."""
+    """Each sample's place; groups that train are split over at most `job.updates` optimizer steps."""
     credit = credit_of(job, scored)
+    trained = trained_of(job, scored, credit)
     steps = pairs.split(
-        Counter(row.group for row in scored if row.kept), updates=job.updates, seed=job.seed, round=job.round
+        Counter(row.group for row in scored if row.sample in trained),
+        updates=job.updates,
+        seed=job.seed,
+        round=job.round,
     )
     if not steps:
         raise BadSetting(nothing_left(job, scored))
@@ -65,9 +69,17 @@ def places_of(job: PairJob, scored: Sequence[Scored]) -> dict[str, Place]:
     for row, advantage in zip(scored, credit.tolist(), strict=True):
         if row.sample in places:
             raise BadArtifact(f"scores: sample '{row.sample}' is there twice; run the score stage again")
-        step = steps[row.group] if row.kept else DROPPED
+        step = steps[row.group] if row.sample in trained else DROPPED
         places[row.sample] = Place(group=row.group, advantage=advantage, step=step)
     return places
+
+
+def trained_of(job: PairJob, scored: Sequence[Scored], credit: np.ndarray) -> set[str]:
+    """The samples that train: those that were kept, or of preferences the best and worst of them in each group."""
+    kept = [(row.sample, row.group, value) for row, value in zip(scored, credit.tolist(), strict=True) if row.kept]
+    if job.rows != "preferences":
+        return {sample for sample, _, _ in kept}
+    return pairs.extremes(*zip(*kept, strict=True)) if kept else set()
 
 
 def credit_of(job: PairJob, scored: Sequence[Scored]) -> np.ndarray:
@@ -97,7 +109,9 @@ def write_rows(job: PairJob, trajectories: Path, out: Path, places: Mapping[str,
                 chosen = [position for position, place in enumerate(found) if place.step == step]
                 if chosen:
                     credit = np.array([found[position].advantage for position in chosen])
-                    writer.add_batch(makers[step].make(batch, chosen, credit))
+                    made = makers[step].make(batch, chosen, credit)
+                    if made:
+                        writer.add_batch(made)
         if left:
             raise BadArtifact(
                 f"scores: sample '{next(iter(left))}' has no trajectory ({len(left)} such); run the score stage again"
@@ -121,7 +135,7 @@ def match(batch: Mapping[str, Any], left: dict[str, Place]) -> list[Place]:
 
 def nothing_left(job: PairJob, scored: Sequence[Scored]) -> str:
     """The sentence for a round whose samples were all dropped."""
-    reasons = Counter(row.reason.partition(":")[0] for row in scored)
+    reasons = Counter(row.reason.partition(":")[0] or "as good as their group" for row in scored)
     counted = ", ".join(f"{name} {number}" for name, number in reasons.most_common())
     return (
         f"score.filters: round {job.round} has nothing to train on, all {len(scored)} samples were dropped ({counted});"

@@ -22,7 +22,7 @@ def run(job: RolloutJob, prompts: Path, policy: Path, out: Path) -> dict[str, An
     plan = sampling_plan(job)
     wanted = requests(job, drawn, plan)
     generation.check_seeds(wanted)
-    measured = generation.generate(wanted, job.rollout, job.model, policy, out)
+    measured = generation.generate(wanted, job.rollout, job.model, policy, out, job.rollout.weights)
     measured |= {"groups": len(wanted), "trained_steps": list(plan.sde_steps)}
     return {f"rollout/{name}": value for name, value in measured.items()}
 

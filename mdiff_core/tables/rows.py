@@ -25,6 +25,10 @@ KINDS = {
         one_shape=True,
     ),
     "clean": Schema(name="clean", version="1", columns=(*_SHARED, "x0"), one_shape=True),
+    "samples": Schema(name="samples", version="1", columns=(*_SHARED, "sigmas", "x0"), one_shape=True),
+    "preferences": Schema(
+        name="preferences", version="1", columns=(*_SHARED, "sigmas", "better", "worse"), one_shape=True
+    ),
 }
 """Kind of rows, as a loss names it, to their table."""
 
@@ -80,12 +84,16 @@ class RowTable:
         return int(self._starts[-1])
 
     def take(self, rows: np.ndarray) -> dict[str, Any]:
-        """Rows of ascending number [n]: lists of str and arrays [n, ...]; neighbours in one record batch without a copy.
+        """Rows of these numbers [n], in their order: lists of str and arrays [n, ...]; neighbours in a record batch are not copied.
 
         bfloat16 becomes an exact float32 copy. IndexError when there are no such rows.
         """
-        if not len(rows) or rows[0] < 0 or rows[-1] >= len(self):
-            raise IndexError(f"rows {rows[:1]}..{rows[-1:]} of {len(self)}")
+        if not len(rows) or rows.min() < 0 or rows.max() >= len(self):
+            raise IndexError(f"rows {rows} of {len(self)}")
+        if (np.diff(rows) < 0).any():
+            order = np.argsort(rows, kind="stable")
+            back = np.argsort(order)
+            return {name: _picked(column, back) for name, column in self.take(rows[order]).items()}
         parts = list(self._parts(rows))
         names = KINDS[self.kind].columns
         return {name: self._small[name].take(rows) if name in self._small else _joined(name, parts) for name in names}
@@ -118,9 +126,11 @@ class _Whole:
         self._values = [text for part in parts for text in part] if is_text else np.concatenate(parts)
 
     def take(self, rows: np.ndarray) -> Any:
-        if isinstance(self._values, np.ndarray):
-            return self._values[rows]
-        return [self._values[row] for row in rows.tolist()]
+        return _picked(self._values, rows)
+
+
+def _picked(column: Any, rows: np.ndarray) -> Any:
+    return column[rows] if isinstance(column, np.ndarray) else [column[row] for row in rows.tolist()]
 
 
 def _joined(name: str, parts: list[tuple[Batch, Any]]) -> np.ndarray:

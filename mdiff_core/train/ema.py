@@ -5,18 +5,23 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mdiff_core.settings import Ema
+from mdiff_core.settings import Ema, Old
 from mdiff_core.train.optim import local
 
 
 def decay_at(ema: Ema, step: int) -> float:
-    """min(decay, (1 + t) / (10 + t)) at optimizer step t, counted from 0: early on, the average follows fast."""
-    return min(ema.decay, (1 + step) / (10 + step))
+    """The decay, or with warm-up min(decay, (1 + t) / (10 + t)), at optimizer step t, counted from 0."""
+    return min(ema.decay, (1 + step) / (10 + step)) if ema.warmup else ema.decay
 
 
 def is_due(ema: Ema, step: int) -> bool:
     """Whether the average moves after optimizer step `step`, counted from 0."""
     return (step + 1) % ema.every == 0
+
+
+def old_decay_at(old: Old | None, step: int) -> float:
+    """Of the old policy after a round that ends `step` optimizer steps into the run; 0 makes it a copy."""
+    return 0.0 if old is None else min(old.slope * max(step - old.flat, 0), old.most)
 
 
 @torch.no_grad()

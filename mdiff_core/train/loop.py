@@ -4,9 +4,10 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from mdiff_core.jobs import UpdateJob
 from mdiff_core.policy import TrainedPolicies
 from mdiff_core.train import ema, optim, shard, state
 from mdiff_core.train.drift import Drift
-from mdiff_core.train.model import TrainedModel, build
+from mdiff_core.train.model import TrainedModel, build, own_weights
 from mdiff_core.train.precision import GradScaler
 from mdiff_core.train.rows import Conditions, Microbatch, Reader, Step, plan
 from mdiff_core.types import Cells, PolicyVersion
@@ -71,12 +72,12 @@ class Trainer:
         family: Family = registry.make("family", job.model.family)
         self._loss: Loss = registry.make("loss", job.loss)
         self._job, self._policy, self._device = job, policy, shard.device_of(mesh)
-        self._model: TrainedModel = build(job, family, policy, mesh, self._loss.needs)
+        self._model: TrainedModel = build(job, family, policy, mesh, self._loss.needs.policies)
         self._policies = TrainedPolicies(
             self._model.transformer,
             family,
             registry.make("kernel", job.sampling.kernel),
-            self._loss.needs,
+            self._loss.needs.policies,
             live=self._model.live,
             frozen=self._model.frozen,
         )
@@ -92,7 +93,7 @@ class Trainer:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._job = self._job.model_copy(update={"round": round})
-        steps = plan(pairs, self._job, self._state.position, self._loss.rows)
+        steps = plan(pairs, self._job, self._state.position, self._loss)
         reader = Reader(
             conditions=Conditions(pairs, self._device, exact=self._job.train.precision == "fp32"),
             device=self._device,
@@ -102,24 +103,30 @@ class Trainer:
         )
         found = [self._step(reader, step, Drift() if step is steps[0] else None) for step in shown(steps, round)]
         self._state = replace(self._state, position=self._state.position + self._job.train.batch * len(steps))
-        if self._model.old:
-            ema.follow(self._model.old, self._model.parameters, decay=0.0)
-        return summary(found) | {
-            "rows": float(sum(len(step.rows) for step in steps)),
-            "optimizer_steps": float(len(steps)),
-            "seconds": time.monotonic() - started,
-            "peak_memory_gb": peak_memory(self._device) / 2**30,
-        }
+        return (
+            summary(found)
+            | self._follow_old()
+            | {
+                "rows": float(sum(len(step.rows) for step in steps)),
+                "optimizer_steps": float(len(steps)),
+                "seconds": time.monotonic() - started,
+                "peak_memory_gb": peak_memory(self._device) / 2**30,
+            }
+        )
 
     def save(self, out_policy: Path, out_state: Path) -> PolicyVersion:
         """Write the policy, then the state that belongs to it, on rank 0; the next `train` continues from them."""
         live = shard.gathered(self._model.parameters)
-        average = shard.gathered(self._average) if self._job.train.ema else None
-        made = self._write(out_policy, live, average) if dist.get_rank() == 0 else None
+        averages: dict[Literal["ema", "old"], Mapping[str, Tensor]] = {}
+        if self._job.train.ema:
+            averages["ema"] = shard.gathered(self._average)
+        if self._job.train.old:
+            averages["old"] = shard.gathered(self._model.copies["old"])
+        made = self._write(out_policy, live, averages) if dist.get_rank() == 0 else None
         self._policy = shard.from_all(made)[0]
         self._state = replace(self._state, policy=self._policy.checksum, scaler=self._scaler.saved())
         tensors = optim.moments_of(self._optimizer, self._model.parameters)
-        state.write(out_state, self._state, tensors | {f"old.{name}": value for name, value in self._model.old.items()})
+        state.write(out_state, self._state, tensors | self._start())
         dist.barrier()
         return self._policy
 
@@ -164,7 +171,7 @@ class Trainer:
         return {"lr": rate, "skipped_steps": float(not finite)} | ({"grad_norm": norm} if finite else {})
 
     def _restored(self, folder: Path) -> state.TrainState:
-        """Read the state and give the optimizer (and old policy) its tensors."""
+        """Read the state and give the optimizer (and the start policy) its tensors."""
         saved = state.read(folder)
         if saved.policy not in ("", self._policy.checksum):
             raise BadArtifact(
@@ -178,28 +185,41 @@ class Trainer:
             for name, value in self._model.parameters.items()
             if f"{moment}.{name}" in stored
         }
-        old = {f"old.{name}": value.detach() for name, value in self._model.old.items() if saved.policy}
-        state.load(folder, saved, wanted | old)
+        state.load(folder, saved, wanted | (self._start() if saved.policy else {}))
         optim.restore_moments(self._optimizer, self._model.parameters, wanted, saved.steps)
         return saved
 
-    def _averaged(self) -> dict[str, Tensor]:
+    def _follow_old(self) -> dict[str, float]:
+        """Move the old policy, if there is one, after the round; by how much it stayed is told when it is an average."""
+        if "old" not in self._model.copies:
+            return {}
+        decay = ema.old_decay_at(self._job.train.old, self._state.steps)
+        ema.follow(self._model.copies["old"], self._model.parameters, decay)
+        return {"old_decay": decay} if self._job.train.old else {}
+
+    def _start(self) -> dict[str, Tensor]:
+        """The frozen start policy's weights by their name in the state; nothing when the loss does not need them."""
+        return {f"start.{name}": value.detach() for name, value in self._model.copies.get("start", {}).items()}
+
+    def _averaged(self) -> Mapping[str, Tensor]:
         """The EMA as the policy holds it; one that starts now is the weights."""
+        if "ema" in self._model.copies:
+            return self._model.copies["ema"]
         if not self._job.train.ema:
             return {}
-        if not policies.has_ema(self._policy):
+        found = own_weights(self._job, self._policy, "ema")
+        if not found:
             return ema.copies(self._model.parameters)
-        found = policies.tensors(self._policy, "ema")
         return {name: shard.like(found[name], value) for name, value in self._model.parameters.items()}
 
-    def _write(self, folder: Path, live: dict[str, Tensor], average: dict[str, Tensor] | None) -> PolicyVersion:
+    def _write(self, folder: Path, live: Mapping[str, Tensor], averages: policies.Averages) -> PolicyVersion:
         version, train = f"{self._job.round + 1:05d}", self._job.train
         if train.method == "full":
-            return policies.write_full(folder, tensors=live, ema_tensors=average, parent=self._policy, version=version)
+            return policies.write_full(folder, tensors=live, averages=averages, parent=self._policy, version=version)
         return policies.write_lora(
             folder,
             tensors=live,
-            ema_tensors=average,
+            averages=averages,
             rank=train.lora.rank,
             alpha=train.lora.alpha,
             targets=self._model.targets,

@@ -17,8 +17,8 @@ from mdiff_core.errors import BadSetting
 from mdiff_core.registry import nearest
 from mdiff_core.settings import Lora
 
-LIVE, OLD = "live", "old"
-"""PEFT adapter names."""
+LIVE = "live"
+"""PEFT's name of the trained adapter; those beside it have the names of the policies they are."""
 
 
 def targets_of(transformer: nn.Module, suffixes: Sequence[str]) -> tuple[str, ...]:

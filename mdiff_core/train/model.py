@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mdiff_core import policies
-from mdiff_core.contracts import Family
+from mdiff_core.contracts import Family, Frozen
 from mdiff_core.errors import BadArtifact, BadSetting
 from mdiff_core.jobs import UpdateJob
 from mdiff_core.policy import View
@@ -26,17 +26,17 @@ class TrainedModel:
     transformer: nn.Module
     parameters: dict[str, nn.Parameter]
     """Trained weights by artifact name: float32, sharded."""
-    old: dict[str, nn.Parameter]
-    """The old policy's weights, likewise; empty unless the loss needs it."""
+    copies: Mapping[Frozen, dict[str, nn.Parameter]]
+    """Weights of the policies the loss needs that are not the base, likewise."""
     targets: tuple[str, ...]
     """Adapted modules; empty for full fine-tuning."""
     live: View
-    frozen: Mapping[str, View]
+    frozen: Mapping[Frozen, View]
     """Of the policies that the loss needs besides the live one."""
 
 
 def build(
-    job: UpdateJob, family: Family, policy: PolicyVersion, mesh: DeviceMesh, needs: frozenset[str]
+    job: UpdateJob, family: Family, policy: PolicyVersion, mesh: DeviceMesh, needs: frozenset[Frozen]
 ) -> TrainedModel:
     """Load the base, put the start policy on it and shard both. BadSetting when recipe and policy do not fit."""
     policies.check_base(policy, family.digest(job.model.path))
@@ -67,7 +67,7 @@ def check_start(job: UpdateJob, policy: PolicyVersion) -> None:
 
 
 def _lora(
-    job: UpdateJob, family: Family, policy: PolicyVersion, mesh: DeviceMesh, needs: frozenset[str]
+    job: UpdateJob, family: Family, policy: PolicyVersion, mesh: DeviceMesh, needs: frozenset[Frozen]
 ) -> TrainedModel:
     transformer = _base(job, family, mesh)
     targets = lora.targets_of(transformer, job.train.lora.targets or family.lora_targets)
@@ -77,54 +77,56 @@ def _lora(
             f"train.lora.targets: the recipe adapts {len(targets)} layers, the start policy {policy.version} "
             f"{len(policy.targets)}, see {odd}; name the same targets or start from a base policy"
         )
-    lora.inject(transformer, job.train.lora, targets, (lora.LIVE, lora.OLD) if "old" in needs else (lora.LIVE,))
+    copied = sorted(needs - {"reference"})
+    lora.inject(transformer, job.train.lora, targets, (lora.LIVE, *copied))
     parameters = lora.parameters_of(transformer, targets)
     if policy.kind == "lora":
         _check_shapes(policy, parameters, found := policies.tensors(policy))
         lora.load(parameters, found)
     else:
         lora.start(parameters, job.train.lora, job.seed)
-    if "old" in needs:
-        lora.load(lora.parameters_of(transformer, targets, lora.OLD), parameters)
+    for name in copied:
+        lora.load(lora.parameters_of(transformer, targets, name), own_weights(job, policy, name) or parameters)
     _shard(job, family, transformer, mesh, trained=True)
-    frozen = {
-        "reference": _within(transformer, partial(lora.off, transformer)),
-        "old": _within(transformer, partial(lora.using, transformer, lora.OLD)),
-    }
+    frozen: dict[Frozen, View] = {}
+    for name in copied:
+        frozen[name] = _within(transformer, partial(lora.using, transformer, name))
+    if "reference" in needs:
+        frozen["reference"] = _within(transformer, partial(lora.off, transformer))
     return TrainedModel(
         transformer=transformer,
         parameters=lora.parameters_of(transformer, targets),
-        old=lora.parameters_of(transformer, targets, lora.OLD) if "old" in needs else {},
+        copies={name: lora.parameters_of(transformer, targets, name) for name in copied},
         targets=targets,
         live=partial(shard.opened, transformer),
-        frozen={name: view for name, view in frozen.items() if name in needs},
+        frozen=frozen,
     )
 
 
 def _full(
-    job: UpdateJob, family: Family, policy: PolicyVersion, mesh: DeviceMesh, needs: frozenset[str]
+    job: UpdateJob, family: Family, policy: PolicyVersion, mesh: DeviceMesh, needs: frozenset[Frozen]
 ) -> TrainedModel:
     device = shard.device_of(mesh)
     transformer = family.transformer(job.model.path, torch.float32, device)
-    _start_full(transformer, policy)
+    _start_full(transformer, policy, policies.tensors(policy))
     transformer.requires_grad_(True)
     _shard(job, family, transformer, mesh, trained=True)
-    frozen: dict[str, View] = {}
-    old: dict[str, nn.Parameter] = {}
+    frozen: dict[Frozen, View] = {}
+    copies: dict[Frozen, dict[str, nn.Parameter]] = {}
     if "reference" in needs:
         reference = _base(job, family, mesh)
         _shard(job, family, reference, mesh, trained=False)
         frozen["reference"] = partial(shard.opened, reference)
-    if "old" in needs:
+    for name in sorted(needs - {"reference"}):
         copy = family.transformer(job.model.path, torch.float32, device)
-        _start_full(copy, policy)
+        _start_full(copy, policy, own_weights(job, policy, name) or policies.tensors(policy))
         _shard(job, family, copy, mesh, trained=False)
-        frozen["old"] = partial(shard.opened, copy)
-        old = dict(copy.named_parameters())
+        frozen[name] = partial(shard.opened, copy)
+        copies[name] = dict(copy.named_parameters())
     return TrainedModel(
         transformer=transformer,
         parameters=dict(transformer.named_parameters()),
-        old=old,
+        copies=copies,
         targets=(),
         live=partial(shard.opened, transformer),
         frozen=frozen,
@@ -144,10 +146,19 @@ def _shard(job: UpdateJob, family: Family, transformer: nn.Module, mesh: DeviceM
     shard.shard(transformer, blocks, mesh, COMPUTE[job.train.precision])
 
 
-def _start_full(transformer: nn.Module, policy: PolicyVersion) -> None:
+def own_weights(job: UpdateJob, policy: PolicyVersion, name: Frozen) -> Mapping[str, Tensor]:
+    """What the policy itself holds of an average that the recipe keeps; empty when it starts now, at the live weights."""
+    if name == "ema" and job.train.ema and policies.has(policy, "ema"):
+        return policies.tensors(policy, "ema")
+    if name == "old" and job.train.old and policies.has(policy, "old"):
+        return policies.tensors(policy, "old")
+    return {}
+
+
+def _start_full(transformer: nn.Module, policy: PolicyVersion, found: Mapping[str, Tensor]) -> None:
     if policy.kind == "full":
         parameters = dict(transformer.named_parameters())
-        _check_shapes(policy, parameters, found := policies.tensors(policy))
+        _check_shapes(policy, parameters, found)
         policies.load_full(parameters, found)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from mdiff_core import seeds
+from mdiff_core.contracts import Loss
 from mdiff_core.errors import BadArtifact, BadSetting
 from mdiff_core.jobs import UpdateJob
 from mdiff_core.tables import RowTable, read_conditions
-from mdiff_core.types import CleanRows, Condition, Conditioning, Rows, Transitions
+from mdiff_core.types import CleanRows, Condition, Conditioning, Preferences, Rows, Samples, Transitions
 
 CACHE_BYTES = 2 * 2**30
 """Of conditions kept on a GPU."""
@@ -31,13 +32,15 @@ class Step:
     table: RowTable
     rows: np.ndarray
     """[N] int64 row numbers."""
+    visits: np.ndarray
+    """[N] int64: how often the row came before in this step, each time with another sigma of its sample's schedule."""
     noise: tuple[int | str, ...]
-    """What makes a row's randomness differ from that of its other visits."""
+    """What makes a row's randomness another one than in other steps."""
 
-    def share(self, rank: int, world: int) -> np.ndarray:
-        """Row numbers of one rank; contiguous, and fewer on the last ranks when N does not divide."""
+    def share(self, rank: int, world: int) -> range:
+        """Positions in `rows` of one rank; contiguous, and fewer on the last ranks when N does not divide."""
         each = math.ceil(len(self.rows) / world)
-        return self.rows[rank * each : (rank + 1) * each]
+        return range(len(self.rows))[rank * each : (rank + 1) * each]
 
     def microbatches(self, size: int, world: int) -> int:
         """Forward passes of every rank, also of those whose rows end early: collectives need all ranks."""
@@ -57,18 +60,18 @@ class Microbatch:
     """Whether the optimizer step follows."""
 
 
-def plan(pairs: Path, job: UpdateJob, position: int, kind: str) -> list[Step]:
+def plan(pairs: Path, job: UpdateJob, position: int, loss: Loss) -> list[Step]:
     """The round's optimizer steps: every table once an epoch, or `train.batch` rows a step drawn from the one table."""
     tables = [RowTable(pairs, update) for update in range(RowTable.updates(pairs))]
-    odd = sorted({table.kind for table in tables} - {kind})
+    odd = sorted({table.kind for table in tables} - {loss.rows})
     if odd:
         raise BadSetting(
-            f"loss: '{job.loss.name}' trains on {kind} rows, but {pairs} holds {odd[0]}; choose another loss"
+            f"loss: '{job.loss.name}' trains on {loss.rows} rows, but {pairs} holds {odd[0]}; choose another loss"
         )
     train = job.train
     if train.batch == 0:
         return [
-            Step(table=table, rows=np.arange(len(table)), noise=("round", job.round, epoch))
+            step_of(table, np.arange(len(table)), ("round", job.round, epoch), loss)
             for epoch in range(train.epochs)
             for table in tables
             if len(table)
@@ -79,19 +82,28 @@ def plan(pairs: Path, job: UpdateJob, position: int, kind: str) -> list[Step]:
         )
     steps = train.epochs * train.updates_per_round
     starts = range(position, position + steps * train.batch, train.batch)
-    return [_drawn(tables[0], start, train.batch, job.seed) for start in starts]
+    return [
+        step_of(tables[0], _drawn(len(tables[0]), start, train.batch, job.seed), ("draw", start), loss)
+        for start in starts
+    ]
 
 
-def _drawn(table: RowTable, start: int, batch: int, seed: int) -> Step:
-    """Positions start..start+batch of the endless stream of shuffled passes over the table; a function of its arguments."""
-    size = len(table)
+def step_of(table: RowTable, rows: np.ndarray, noise: tuple[int | str, ...], loss: Loss) -> Step:
+    """A step with `rows`, each as often as the loss trains a sample of that schedule: int(steps * share), at least once."""
+    share = loss.needs.timesteps
+    visits = max(1, int((table.take(np.arange(1))["sigmas"].shape[1] - 1) * share)) if share else 1
+    return Step(table=table, rows=np.tile(rows, visits), visits=np.repeat(np.arange(visits), len(rows)), noise=noise)
+
+
+def _drawn(size: int, start: int, batch: int, seed: int) -> np.ndarray:
+    """Positions start..start+batch of the endless stream of shuffled passes over `size` rows; a function of its arguments."""
     positions = np.arange(start, start + batch)
     orders = {
         int(epoch): torch.randperm(size, generator=seeds.generator(seed, "rows", int(epoch))).numpy()
         for epoch in np.unique(positions // size)
     }
     rows = np.array([orders[int(position) // size][int(position) % size] for position in positions], dtype=np.int64)
-    return Step(table=table, rows=np.sort(rows), noise=("draw", start))
+    return np.sort(rows)
 
 
 class Conditions:
@@ -156,26 +168,51 @@ class Reader:
         own = step.share(self.rank, self.world)
         count = step.microbatches(self.size, self.world)
         for number in range(count):
-            rows = own[number * self.size : (number + 1) * self.size]
-            filled = rows if len(rows) else step.rows[:1]
-            columns = step.table.take(filled)
-            weight = torch.full((len(filled),), float(len(rows) > 0))
+            mine = own[number * self.size : (number + 1) * self.size]
+            filled = mine or range(1)
+            columns = step.table.take(step.rows[filled])
+            weight = torch.full((len(filled),), float(len(mine) > 0))
             yield Microbatch(
-                rows=self._rows(step, columns),
+                rows=self._rows(step, columns, step.visits[filled]),
                 weight=to_device(weight, self.device),
                 names=tuple(columns["sample"]),
                 last=number == count - 1,
             )
 
-    def _rows(self, step: Step, columns: Mapping[str, Any]) -> Rows:
-        if step.table.kind == "clean":
-            fresh = [seeds.derive(int(seed), *step.noise) for seed in columns["seed"]]
-            return CleanRows(
-                x0=self._numbers(columns["x0"]),
-                advantage=self._numbers(columns["advantage"]),
-                conditioning=self._conditioning(columns),
-                seed=torch.tensor(fresh, dtype=torch.int64),
-            )
+    def _rows(self, step: Step, columns: Mapping[str, Any], visits: np.ndarray) -> Rows:
+        makers: dict[str, Callable[[Step, Mapping[str, Any], np.ndarray], Rows]] = {
+            "transitions": self._transitions,
+            "clean": self._clean,
+            "samples": self._noised,
+            "preferences": self._noised,
+        }
+        make = makers[step.table.kind]
+        return make(step, columns, visits)
+
+    def _clean(self, step: Step, columns: Mapping[str, Any], visits: np.ndarray) -> CleanRows:
+        fresh = [seeds.derive(int(seed), *step.noise) for seed in columns["seed"]]
+        return CleanRows(
+            x0=self._numbers(columns["x0"]),
+            advantage=self._numbers(columns["advantage"]),
+            conditioning=self._conditioning(columns),
+            seed=torch.tensor(fresh, dtype=torch.int64),
+        )
+
+    def _noised(self, step: Step, columns: Mapping[str, Any], visits: np.ndarray) -> Samples | Preferences:
+        """Each visit of a row has another sigma of its schedule, in an order drawn for the row, and another seed."""
+        own = [seeds.derive(int(seed), *step.noise) for seed in columns["seed"]]
+        fresh = [seeds.derive(seed, "visit", int(visit)) for seed, visit in zip(own, visits, strict=True)]
+        shared: dict[str, Any] = {
+            "sigma": self._numbers(visited(columns["sigmas"], own, visits)),
+            "conditioning": self._conditioning(columns),
+            "seed": torch.tensor(fresh, dtype=torch.int64),
+        }
+        if step.table.kind == "samples":
+            return Samples(x0=self._numbers(columns["x0"]), advantage=self._numbers(columns["advantage"]), **shared)
+        better, worse = (self._numbers(columns[name]) for name in ("better", "worse"))
+        return Preferences(better=better, worse=worse, **shared)
+
+    def _transitions(self, step: Step, columns: Mapping[str, Any], visits: np.ndarray) -> Transitions:
         numbers = ("x", "x_next", "sigma", "sigma_next", "sigma_ceiling", "log_prob", "advantage")
         return Transitions(
             **{name: self._numbers(columns[name]) for name in numbers},
@@ -197,3 +234,13 @@ class Reader:
     def _numbers(self, column: np.ndarray) -> Tensor:
         """As float32 on the device; copied, because the column may be a view of a read-only file."""
         return to_device(torch.from_numpy(np.array(column)), self.device).float()
+
+
+def visited(sigmas: np.ndarray, order_seeds: Sequence[int], visits: np.ndarray) -> np.ndarray:
+    """[B] of the schedules [B, T+1], which end at 0: each row's visits go through its T sigmas in an order of its own."""
+    steps = sigmas.shape[1] - 1
+    orders = [torch.randperm(steps, generator=seeds.generator(seed, "timesteps")) for seed in order_seeds]
+    picked: np.ndarray = sigmas[
+        np.arange(len(visits)), [int(order[i]) for order, i in zip(orders, visits, strict=True)]
+    ]
+    return picked

@@ -1,8 +1,8 @@
 """The train state between rounds: what an optimizer needs to go on as if it had never stopped.
 
-A folder with the optimizer's moments (and the old policy) as safetensors, read through torch.distributed.checkpoint so
-that each rank reads its shards alone, and `state.json`, written last. Weights and EMA are in the policy artifact that
-was written with it, and the state refuses any other. See docs/decisions/train-state.md.
+A folder with the optimizer's moments (and the frozen start policy) as safetensors, read through torch.distributed.checkpoint so
+that each rank reads its shards alone, and `state.json`, written last. Weights and their averages are in the policy artifact
+that was written with it, and the state refuses any other. See docs/decisions/train-state.md.
 """
 
 import hashlib

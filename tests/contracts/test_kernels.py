@@ -103,6 +103,17 @@ class TestStochasticKernels:
 
         torch.testing.assert_close(log_prob(3), log_prob(1))
 
+    @pytest.mark.parametrize(("sigma", "sigma_next"), [(1.0, 0.96), (0.8, 0.6), (0.3, 0.01)])
+    def test_says_whether_its_density_integrates_to_one(self, name, sigma, sigma_next):
+        one = kernel(name)
+        columns = [torch.full((2001,), value) for value in (sigma, sigma_next, 0.96)]
+        moments = one.moments(torch.full((2001, 1), 0.5), torch.full((2001, 1), -1.0), *columns)
+        grid = moments.mean[0] + moments.scale[0] * torch.linspace(-8, 8, 2001)
+        density = one.log_prob(grid[:, None], moments).double().exp()
+        # float32 log-densities, and the grid's ends.
+        integral = torch.trapezoid(density, grid.double()).item()
+        assert (abs(integral - 1) < 1e-4) == find("kernel", name).normalised
+
     def test_log_prob_carries_gradient_where_there_is_noise(self, name, cells):
         x, v, noise, sigmas = cells
         one = kernel(name)

@@ -1,20 +1,26 @@
 """What every loss of the registry must do, whatever its formula."""
 
 from dataclasses import fields, replace
+from typing import get_args
 
 import pytest
 import torch
 
-from mdiff_core.contracts import Loss
+from mdiff_core.contracts import Frozen, Loss, RowKind
 from mdiff_core.kernels.flow_sde import FlowSDE, FlowSDEOptions
 from mdiff_core.options import Choice
 from mdiff_core.registry import REGISTRY, make
 from mdiff_core.sigmas import flow_match_sigmas
 from mdiff_core.types import Conditioning
-from tests.toy_policies import ToyPolicies, clean_rows, transitions
+from tests.toy_policies import ToyPolicies, clean_rows, preferences, samples, transitions
 
 VARIANTS = {
-    "flow_grpo": [{}, {"beta": 0.04}],
+    "awm": [{}, {"kl": 0.5, "weighting": "huber", "clip": 1e-3}, {"weighting": "t2"}],
+    "dpo": [{}, {"against": "start", "beta": 10.0}],
+    "dppo": [{}, {"beta": 0.04, "limit": 1e-9}],
+    "flow_grpo": [{}, {"beta": 0.04}, {"beta": 0.04, "kl_against": "ema"}],
+    "grpo_guard": [{}, {"beta": 0.04, "kl_against": "start"}],
+    "nft": [{}, {"beta": 0.1, "kl": 0.5, "advantages": "binary"}, {"adaptive": False}],
     "sft": [{}, {"sampling": "uniform", "shift": 3.0, "weighting": "cosmap"}],
 }
 """Options worth a run of their own; a loss without a line here runs with its defaults."""
@@ -31,14 +37,19 @@ def loss(request):
 
 @pytest.fixture
 def policies(loss):
-    return ToyPolicies(FlowSDE(FlowSDEOptions()), loss.needs)
+    return ToyPolicies(FlowSDE(FlowSDEOptions()), loss.needs.policies)
 
 
 @pytest.fixture
 def rows(loss, policies):
-    if loss.rows == "clean":
-        return clean_rows(ADVANTAGE)
-    return transitions(policies.live, flow_match_sigmas(10, 3.0), [0, 3, 8, 9], ADVANTAGE)
+    sigmas = flow_match_sigmas(10, 3.0)
+    by_kind = {
+        "transitions": lambda: transitions(policies.live, sigmas, [0, 3, 8, 9], ADVANTAGE),
+        "clean": lambda: clean_rows(ADVANTAGE),
+        "samples": lambda: samples(ADVANTAGE, sigmas[[0, 3, 8, 9]].tolist()),
+        "preferences": lambda: preferences(sigmas[[0, 3, 8, 9]].tolist()),
+    }
+    return by_kind[loss.rows]()
 
 
 def take(rows, index):
@@ -59,8 +70,9 @@ def close(got, wanted):
 
 def test_is_a_loss(loss):
     assert isinstance(loss, Loss)
-    assert loss.rows in ("transitions", "clean")
-    assert loss.needs <= {"reference", "old"}
+    assert loss.rows in get_args(RowKind)
+    assert loss.needs.policies <= {*get_args(Frozen)}
+    assert (loss.needs.timesteps > 0) == (loss.rows in ("samples", "preferences"))
 
 
 def test_gives_one_finite_number_a_row(loss, policies, rows):
@@ -77,7 +89,7 @@ def test_trains_the_live_policy_alone(loss, policies, rows):
     loss(policies, rows).loss.sum().backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in policies.live.parameters())
     assert any(p.grad.any() for p in policies.live.parameters())
-    assert all(p.grad is None for frozen in policies.frozen.values() for p in frozen.parameters())
+    assert all(p.grad is None for frozen in policies.others.values() for p in frozen.parameters())
 
 
 def test_order_of_rows_changes_nothing(loss, policies, rows):

@@ -33,6 +33,13 @@ def test_draws_ascending_steps_of_the_schedule(window, steps):
             assert drawn and drawn[0] >= 0 and drawn[-1] < steps
 
 
+def test_reaches_what_it_may_draw_and_nothing_else(window):
+    drawn = {
+        step for seed in range(20) for round in range(40) for step in window.draw(steps=10, seed=seed, round=round)
+    }
+    assert window.reach(10) == tuple(sorted(drawn))
+
+
 def test_is_a_function_of_its_arguments(window):
     again = [[window.draw(steps=10, seed=3, round=round) for round in order] for order in (range(8), range(7, -1, -1))]
     assert again[0] == again[1][::-1]

@@ -10,11 +10,15 @@ import pytest
 
 from mdiff_core import checks, config
 from mdiff_core.errors import BadSetting
-from mdiff_core.settings import Ema, RunConfig
+from mdiff_core.settings import Ema, Old, RunConfig
 
 ROOT = Path(__file__).parents[2]
 RL = "shapes_flow_grpo"
 SFT = "shapes_sft"
+NFT = ['loss={"name": "nft"}', 'sampling.kernel={"name": "ode"}', 'sampling.window={"name": "all"}']
+DPO = ['loss={"name": "dpo"}', *NFT[1:]]
+CPS = ['sampling.kernel={"name": "cps"}']
+BATCH = ["advantage.mean=batch", "advantage.std=batch"]
 WINDOW = 'sampling.window={"name": "window", "options": {"size": 2, "hi": 5}}'
 
 
@@ -63,6 +67,24 @@ def test_published_settings_are_as_published() -> None:
         )
         assert found.loss.options == {"clip": 1e-4, "beta": beta}
         assert (found.advantage.std, found.train.precision, found.train.updates_per_round) == ("batch", "fp16", 2)
+
+
+def test_published_settings_without_guidance_are_as_published() -> None:
+    fast, *nft = (config.load(f"sd35m_{name}") for name in ("flow_grpo_fast_pickscore", "nft_pickscore", "nft_ocr"))
+    for found in (fast, *nft):
+        assert (found.sampling.steps, found.evaluate.steps) == (10, 40)
+        assert (found.sampling.guidance, found.evaluate.guidance) == (1, 1)
+        assert (found.rollout.group_size, found.prompts.per_round, found.advantage.std) == (24, 48, "batch")
+        assert (found.train.lr, found.train.lora.rank, found.train.lora.alpha) == (3e-4, 32, 64)
+        assert (found.train.precision, found.advantage.clamp) == ("fp16", 5)
+    assert (fast.sampling.kernel.name, fast.sampling.kernel.options) == ("cps", {"eta": 0.8})
+    assert fast.sampling.window.options == {"size": 3, "lo": 0, "hi": 5}
+    assert (fast.loss.options, fast.train.updates_per_round) == ({"clip": 1e-5}, 2)
+    old = Old(flat=0, slope=0.001, most=0.5), Old(flat=75, slope=0.0075, most=0.999)
+    for found, beta, updates, following in zip(nft, (1.0, 0.1), (1, 2), old, strict=True):
+        assert (found.sampling.kernel.name, found.rollout.weights) == ("ode", "old")
+        assert found.loss.options == {"beta": beta, "c": 5.0, "kl": 1e-4, "timesteps": 0.99}
+        assert (found.train.updates_per_round, found.train.old) == (updates, following)
 
 
 def test_overrides_are_json_or_text_and_the_last_wins() -> None:
@@ -185,6 +207,38 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
             "train.updates_per_round: 13 optimizer steps cannot share 12 groups",
         ),
         (RL, ["evaluate.weights=ema"], "evaluate.weights: 'ema', but train.ema is null"),
+        (RL, ["evaluate.weights=old"], "evaluate.weights: 'old', but train.old is null"),
+        (RL, ["rollout.weights=ema"], "rollout.weights: 'ema', but train.ema is null"),
+        (RL, ["rollout.weights=ema", "train.ema={}"], "rollout.weights: 'ema', but loss 'flow_grpo' compares with"),
+        (RL, ["train.old={}"], "train.old: {"),
+        (RL, ["loss.name=grpo_guard", "train.old={}", "rollout.weights=old"], "train.old: {"),
+        (RL, ["loss.options.beta=1", "loss.options.kl_against=ema"], "loss.options: 'ema', but train.ema is null"),
+        (RL, [*NFT, "sampling.guidance=4.5"], "sampling.guidance: 4.5, but loss 'nft' is derived for samples"),
+        (RL, [*DPO, "sampling.guidance=2"], "sampling.guidance: 2, but loss 'dpo' is derived for samples"),
+        (RL, [*NFT, "train.old={}"], "rollout.weights: 'live', but loss 'nft' compares with the policy that drew"),
+        (RL, [*NFT, "rollout.weights=old"], "rollout.weights: 'old', but train.old is null"),
+        (
+            RL,
+            [*NFT, 'sampling.window={"name":"window","options":{"size":2}}'],
+            "sampling.window.name: 'window' chooses",
+        ),
+        (RL, [*DPO, "rollout.group_size=1", *BATCH], "rollout.group_size: 1 sample has no other to be better than"),
+        (RL, ['loss={"name": "grpo_guard"}', *CPS], "sampling.kernel.name: 'cps' leaves the variance out"),
+        (RL, [*CPS, 'sampling.window={"name": "all"}'], "sampling.window: step 9, the last of 10, may be trained, and"),
+        (
+            RL,
+            [*CPS, 'sampling.window={"name": "subset", "options": {"k": 1, "steps": [9, 2]}}'],
+            "sampling.window: step 9",
+        ),
+        (RL, [*CPS, 'sampling.window={"name": "all"}', "sampling.steps=1"], "sampling.window: step 0, the last of 1"),
+        (
+            RL,
+            [*CPS, "sampling.kernel.options.eta=0"],
+            "sampling.kernel.options: {\"eta\": 0} leave kernel 'cps' no noise",
+        ),
+        (RL, ["sampling.kernel.options.eta=0"], "sampling.kernel.options.eta: 0 is out of range"),
+        (SFT, ['loss={"name": "nft"}'], "loss.name: 'nft' trains on"),
+        (SFT, ["rollout.weights=ema"], "rollout.weights: 'ema' has no use with algorithm 'sft'"),
         (
             RL,
             ["evaluate.prompts=1000", "prompts.held_out=assets/shapes_prompts/held_out.jsonl"],
@@ -206,6 +260,24 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
 )
 def test_contradictions_are_found_before_a_gpu_is_asked_for(recipe: str, overrides: list[str], said: str) -> None:
     assert complaint(recipe, *overrides).startswith(said)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        NFT,
+        [*NFT, "sampling.guidance=4.5", "loss.options.guided=true"],
+        [*NFT, "train.old={}", "rollout.weights=old", "evaluate.weights=old"],
+        [*NFT, 'sampling.kernel={"name": "flow_sde"}', 'sampling.window={"name": "window", "options": {"size": 2}}'],
+        [*DPO, "train.ema={}", "rollout.weights=ema"],
+        [*CPS, "sampling.window.options.hi=9"],
+        ['loss={"name": "grpo_guard"}', 'sampling.window={"name": "all"}'],
+        ['sampling.window={"name": "all"}', "sampling.steps=1"],
+        ["loss.options.beta=1", "loss.options.kl_against=ema", "train.ema={}"],
+    ],
+)
+def test_what_goes_together_passes(overrides: list[str]) -> None:
+    checks.check(config.load(RL, overrides))
 
 
 def test_prompts_are_checked_against_the_reward(tmp_path: Path) -> None:

@@ -52,29 +52,46 @@ def test_the_file_map_names_what_is_there() -> None:
 
 def test_the_changelog_names_every_plug_in_and_recipe() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
-    slots = ("kernel", "window", "filter", "reward")
-    names = [name for slot in slots for name in registry.REGISTRY[slot]] + list(config.RECIPES)
-    assert not [name for name in names if f"`{name}`" not in text]
+    slots = ("kernel", "window", "filter", "reward", "loss")
+    shipped = [
+        name for slot in slots for name, where in registry.REGISTRY[slot].items() if where.startswith("mdiff_core.")
+    ]
+    assert not [name for name in (*shipped, *config.RECIPES) if f"`{name}`" not in text]
 
 
-def test_the_example_plug_in_works_as_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("page", "slot", "name", "needed", "printed"),
+    [
+        ("adding-a-plug-in.md", "reward", "redness", ["tests/contracts/test_rewards.py"], '"margin": 60'),
+        (
+            "adding-a-loss.md",
+            "loss",
+            "rwr",
+            ["tests/contracts/test_losses.py", "tests/toy_policies.py"],
+            '"temperature": 0.5',
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_example_plug_in_works_as_written(
+    tmp_path: Path, page: str, slot: str, name: str, needed: list[str], printed: str
+) -> None:
     """In a copy: the file and the registry line from the page, the page's commands, and the linter over the file."""
-    page = ROOT / "docs" / "adding-a-plug-in.md"
-    code, line = blocks(page, "python")
-    (commands,) = blocks(page, "bash")
+    code, line = blocks(ROOT / "docs" / page, "python")
+    (commands,) = blocks(ROOT / "docs" / page, "bash")
     assert len(code.splitlines()) < 40
     shutil.copytree(ROOT / "mdiff_core", tmp_path / "mdiff_core", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "tests" / "contracts").mkdir(parents=True)
-    for name in ("pyproject.toml", "tests/contracts/test_rewards.py"):
-        shutil.copy(ROOT / name, tmp_path / name)
+    for file in ("pyproject.toml", *needed):
+        shutil.copy(ROOT / file, tmp_path / file)
     (tmp_path / "assets").symlink_to(ROOT / "assets")
-    (tmp_path / "mdiff_core" / "rewards" / "redness.py").write_text(code)
+    (tmp_path / re.findall(r"`(mdiff_core/\w+/\w+\.py)`", (ROOT / "docs" / page).read_text())[0]).write_text(code)
     table = tmp_path / "mdiff_core" / "registry.py"
-    table.write_text(table.read_text().replace('    "reward": {\n', f'    "reward": {{\n{line}'))
+    table.write_text(table.read_text().replace(f'    "{slot}": {{\n', f'    "{slot}": {{\n{line}'))
     contract, settings = [run(shlex.split(command), tmp_path) for command in commands.splitlines()]
     assert " passed" in contract
-    assert '"margin": 60' in settings
-    run(["python", "-m", "ruff", "check", "--no-cache", "mdiff_core/rewards", "mdiff_core/registry.py"], tmp_path)
+    assert printed in settings
+    run(["python", "-m", "ruff", "check", "--no-cache", "mdiff_core/registry.py", "mdiff_core"], tmp_path)
 
 
 def run(command: list[str], folder: Path) -> str:

@@ -84,18 +84,51 @@ def test_the_middle_is_kept(tmp_path: Path) -> None:
     wide[:, 32:96] = 200
     Image.fromarray(wide).save(tmp_path / "wide.png")
     wanted = job(Path("no/model"), tmp_path / "captions.jsonl", height=32)
-    line = encode.Caption(number=1, image=str(tmp_path / "wide.png"), text="")
-    assert (encode.frame(wanted, line) == 200).all()
+    line = encode.Caption(number=1, source=str(tmp_path / "wide.png"), text="")
+    assert (encode.clip(wanted, line) == 200).all()
     same = np.random.default_rng(1).integers(0, 256, (32, 64, 3), dtype=np.uint8)
     Image.fromarray(same).save(tmp_path / "same.png")
     assert np.array_equal(
-        encode.frame(wanted, encode.Caption(number=1, image=str(tmp_path / "same.png"), text="")), same
+        encode.clip(wanted, encode.Caption(number=1, source=str(tmp_path / "same.png"), text="")), same[None]
     )
+
+
+@pytest.mark.parametrize("form", ["folder", "clip.png", "clip.webp"])
+def test_a_clip_gives_frames_at_even_distances(tmp_path: Path, form: str) -> None:
+    shades = [Image.new("RGB", (96, 48), (20 * number,) * 3) for number in range(9)]
+    if form == "folder":
+        (tmp_path / form).mkdir()
+        for number, shade in enumerate(shades):
+            shade.save(tmp_path / form / f"{number:05d}.png")
+    else:
+        shades[0].save(tmp_path / form, save_all=True, append_images=shades[1:], lossless=True)
+    line = encode.Caption(number=3, source=str(tmp_path / form), text="")
+    wanted = job(Path("no/model"), tmp_path / "captions.jsonl", height=32)
+    for frames, numbers in ((1, [0]), (3, [0, 4, 8]), (5, [0, 2, 4, 6, 8])):
+        found = encode.clip(wanted.model_copy(update={"frames": frames}), line)
+        assert found.shape == (frames, 32, 64, 3)
+        assert found[:, 0, 0, 0].tolist() == [20 * number for number in numbers]
+    with pytest.raises(BadSetting, match=r"captions\.jsonl:3: has 9 frames and sampling\.frames is 10; lower that"):
+        encode.clip(wanted.model_copy(update={"frames": 10}), line)
+
+
+def test_a_clip_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Codec:
+        def encode(self, frames: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(frames).float().mean((2, 3)).transpose(1, 2)  # [B, 3, F]
+
+    monkeypatch.setattr(encode, "parts", lambda _: (lambda texts: [{"e": torch.zeros(1)} for _ in texts], Codec()))
+    shades = [Image.new("RGB", (64, 64), (10 * number, 0, 0)) for number in range(4)]
+    shades[0].save(tmp_path / "clip.webp", save_all=True, append_images=shades[1:], lossless=True)
+    (tmp_path / "captions.jsonl").write_text(json.dumps({"video": "clip.webp", "input": "it gets redder"}) + "\n")
+    wanted = job(Path("no/model"), tmp_path / "captions.jsonl").model_copy(update={"frames": 4})
+    encode.run(wanted, tmp_path / "out")
+    assert table(tmp_path / "out")["x0"][0, 0].tolist() == [0, 10, 20, 30]
 
 
 def test_a_share_of_captions_is_dropped(tmp_path: Path) -> None:
     wanted = job(Path("no/model"), tmp_path / "captions.jsonl", uncond=0.25)
-    texts = [encode.text_of(wanted, encode.Caption(number=number, image="", text="some")) for number in range(4000)]
+    texts = [encode.text_of(wanted, encode.Caption(number=number, source="", text="some")) for number in range(4000)]
     assert texts.count("") / 4000 == pytest.approx(0.25, abs=0.03)  # 4 standard deviations
     assert set(texts) == {"", "some"}
 
@@ -105,8 +138,9 @@ def test_a_share_of_captions_is_dropped(tmp_path: Path) -> None:
     ('{"image": "a.png", "input": "x"}\nnot json', r"captions\.jsonl:2 is not JSON"),
     ('{"image": "a.png"}', r"captions\.jsonl:1 has no text `input`"),
     ('{"input": "x"}', r"captions\.jsonl:1 has no text `image`"),
-    ('["a.png"]', r"captions\.jsonl:1 has no text `image`"),
-    ('{"image": "gone.png", "input": "x"}', r"captions\.jsonl:1: image '.*gone\.png' cannot be read"),
+    ('{"input": "x", "image": "a.png", "video": "a.webp"}', r"captions\.jsonl:1 .* one of `image` and `video`"),
+    ('["a.png"]', r"captions\.jsonl:1 has no text `input`"),
+    ('{"image": "gone.png", "input": "x"}', r"captions\.jsonl:1: '.*gone\.png' cannot be read"),
 ])  # fmt: skip
 def test_bad_captions_name_their_line(tiny_sd3: Path, tmp_path: Path, content: str, words: str) -> None:
     (tmp_path / "captions.jsonl").write_text(content)

@@ -8,8 +8,9 @@ from mdiff_core import seeds
 from mdiff_core.kernels.cps import CPS, CPSOptions
 from mdiff_core.kernels.dance_sde import DanceSDE, DanceSDEOptions
 from mdiff_core.kernels.flow_sde import FlowSDE, FlowSDEOptions
-from mdiff_core.losses.flow_grpo import FlowGRPO, FlowGRPOOptions, divergence
+from mdiff_core.losses.flow_grpo import FlowGRPO, FlowGRPOOptions
 from mdiff_core.losses.sft import SFT, SFTOptions
+from mdiff_core.objectives import clipped, distance
 from mdiff_core.sigmas import flow_match_sigmas
 from mdiff_core.types import Moments
 from tests.toy_policies import ToyPolicies, clean_rows, transitions
@@ -39,23 +40,22 @@ class TestPolicyTerm:
     @pytest.mark.parametrize("log_ratio", [-0.5, -2e-4, -5e-5, 0.0, 5e-5, 2e-4, 0.5])
     def test_value_and_clip_exactly_where_they_should_be(self, advantage, log_ratio):
         moved = torch.tensor([log_ratio], requires_grad=True)
-        term, clipped = flow_grpo(clip=1e-4).policy_term(moved, torch.tensor([advantage]))
+        term, stops = clipped(torch.exp(moved), torch.tensor([advantage]), 1e-4)
         ratio = math.exp(log_ratio)
         stopped = (advantage > 0 and ratio > 1 + 1e-4) or (advantage < 0 and ratio < 1 - 1e-4)
         bounded = min(max(ratio, 1 - 1e-4), 1 + 1e-4)
         # A ratio near 1 in float32 is known to 6e-8.
         assert term.item() == pytest.approx(max(-advantage * ratio, -advantage * bounded), rel=3e-7)
         (gradient,) = torch.autograd.grad(term, moved)
-        assert clipped.item() == stopped
+        assert stops.item() == stopped
         assert gradient.item() == pytest.approx(0.0 if stopped else -advantage * ratio, rel=3e-7)
 
     def test_the_edge_itself_still_pulls(self):
-        loss = flow_grpo(clip=0.5)
         moved = torch.tensor([math.log(1.5), math.log(0.5)], dtype=torch.float64, requires_grad=True)
         with torch.no_grad():
             moved += torch.tensor([-1e-12, 1e-12])
-        term, clipped = loss.policy_term(moved, torch.tensor([1.0, -1.0]))
-        assert not clipped.any()
+        term, stopped = clipped(torch.exp(moved), torch.tensor([1.0, -1.0]), 0.5)
+        assert not stopped.any()
         assert torch.autograd.grad(term.sum(), moved)[0].abs().min() > 0.4
 
 
@@ -91,7 +91,7 @@ class TestFlowGRPO:
     def test_kl_is_the_formula_and_carries_gradient(self, kernel):
         policies, rows = toy(kernel, steps=[0, 3, 8], advantage=[0.0] * 3, needs={"reference"})
         cells = flow_grpo(beta=0.5)(policies, rows)
-        live, reference = policies.live.transition(rows), policies.reference.transition(rows)
+        live, reference = policies.live.transition(rows), policies.frozen("reference").transition(rows)
         wanted = ((live.mean - reference.mean) ** 2).mean((1, 2, 3)) / (2 * live.std**2)
         assert (wanted > 0).all()
         torch.testing.assert_close(cells.metrics["kl"], wanted.detach())
@@ -109,12 +109,12 @@ class TestFlowGRPO:
 
     def test_kl_of_equal_policies_is_zero(self):
         policies, rows = toy(needs={"reference"})
-        policies.frozen["reference"].load_state_dict(policies.live.state_dict())
+        policies.on_policy("reference")
         assert not flow_grpo(beta=0.04)(policies, rows).metrics["kl"].any()
 
     def test_reference_is_asked_for_only_with_a_kl_term(self):
-        assert flow_grpo(beta=0.0).needs == frozenset()
-        assert flow_grpo(beta=0.04).needs == {"reference"}
+        assert flow_grpo(beta=0.0).needs.policies == frozenset()
+        assert flow_grpo(beta=0.04).needs.policies == {"reference"}
         policies, rows = toy()
         assert "kl" not in flow_grpo()(policies, rows).metrics
 
@@ -159,11 +159,11 @@ class TestFlowGRPO:
             FlowGRPOOptions(**options)
 
 
-def test_divergence_is_mean_squared_distance_over_twice_the_variance():
+def test_distance_is_the_mean_square_over_twice_the_variance():
     mean = torch.tensor([[1.0, 3.0], [1.0, 3.0]], requires_grad=True)
     one = Moments(mean=mean, scale=torch.ones(2), std=torch.tensor([2.0, 0.0]))
     other = Moments(mean=torch.zeros(2, 2), scale=torch.ones(2), std=torch.tensor([2.0, 0.0]))
-    got = divergence(one, other)
+    got = distance(one, other, one.std)
     assert got.tolist() == [(1 + 9) / 2 / 8, 0]
     (gradient,) = torch.autograd.grad(got.sum(), mean)
     assert torch.equal(gradient, torch.tensor([[1 / 8, 3 / 8], [0, 0]]))

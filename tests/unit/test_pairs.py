@@ -124,6 +124,45 @@ def test_a_clean_row_is_the_sample(tmp_path: Path) -> None:
     assert len(set(found["seed"].tolist())) == 4
 
 
+def test_a_sample_is_joined_to_its_advantage_and_keeps_its_schedule(tmp_path: Path) -> None:
+    rows = [drawn(i, steps=()) for i in range(8)]
+    (found,), _ = run(tmp_path, rows, [judged(row, float(i % 4)) for i, row in enumerate(rows)], a_job(rows="samples"))
+    assert found["sample"] == [row.sample for row in rows]
+    assert (found["x0"][:, 0, 0, 0] == np.arange(8) + 0.5).all()
+    assert (found["sigmas"] == np.linspace(1, 0, T + 1, dtype=np.float32)).all()
+    assert found["advantage"][:4] == pytest.approx([-1.3415, -0.4472, 0.4472, 1.3415], abs=2e-4)
+
+
+@pytest.mark.parametrize("order", [range(12), [7, 0, 11, 2, 4, 9, 1, 3, 10, 5, 8, 6]], ids=["in order", "mixed"])
+def test_preferences_are_the_best_and_worst_of_each_group(tmp_path: Path, order: Sequence[int]) -> None:
+    rows = [drawn(i, steps=()) for i in order]
+    rewards = [3, 1, 4, 1, 5, 5, 5, 5, 0, 2, 7, 1]  # best and worst of g0: 2 and one of 1, 3; g1: nobody; g2: 10 and 8
+    scores = [judged(drawn(i), float(reward)) for i, reward in enumerate(rewards)]
+    steps, metrics = run(tmp_path, rows, scores, a_job(rows="preferences", updates=2))
+    pairs_found = {
+        found["sample"][i]: (found["better"][i, 0, 0, 0], found["worse"][i, 0, 0, 0])
+        for found in steps
+        for i in range(len(found["sample"]))
+    }
+    assert set(pairs_found) == {"g0/2", "g2/2"}
+    assert pairs_found["g0/2"] in {(2.5, 1.5), (2.5, 3.5)} and pairs_found["g2/2"] == (10.5, 8.5)
+    assert [len(found["sample"]) for found in steps] == [1, 1]
+    assert (metrics["pair/samples"], metrics["pair/rows"], metrics["pair/groups"]) == (4, 2, 2)
+    assert all((found["advantage"] > 0).all() and found["sigmas"].shape == (1, T + 1) for found in steps)
+
+
+def test_preferences_do_not_depend_on_the_order_of_scores() -> None:
+    samples, credit = [f"s{i}" for i in range(6)], [1.0, 0.0, 1.0, 0.0, 1.0, 0.5]
+    chosen = pairs.extremes(samples, ["g"] * 6, credit)
+    assert len(chosen) == 2 and chosen == pairs.extremes(samples[::-1], ["g"] * 6, credit[::-1])
+
+
+def test_preferences_of_groups_without_better_and_worse_are_nothing_to_train_on(tmp_path: Path) -> None:
+    rows = [drawn(i, steps=()) for i in range(8)]
+    with pytest.raises(BadSetting, match=r"all 8 samples were dropped \(as good as their group 8\)"):
+        run(tmp_path, rows, [judged(row, 1.0) for row in rows], a_job(rows="preferences"))
+
+
 def test_steps_need_not_touch_or_be_recorded_alone(tmp_path: Path) -> None:
     rows = [drawn(i, steps=(0, 3), recorded=(0, 1, 2, 3, 4, 5)) for i in range(4)]
     (found,), _ = run(tmp_path, rows, [judged(row, float(i)) for i, row in enumerate(rows)], a_job())

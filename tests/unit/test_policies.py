@@ -42,7 +42,7 @@ def lora(folder: Path, *, seed: int = 1, ema: bool = False, parent: PolicyVersio
     return policies.write_lora(
         folder,
         tensors=adapter(seed),
-        ema_tensors=adapter(seed + 100) if ema else None,
+        averages={"ema": adapter(seed + 100)} if ema else {},
         rank=RANK,
         alpha=ALPHA,
         targets=TARGETS,
@@ -54,7 +54,7 @@ def lora(folder: Path, *, seed: int = 1, ema: bool = False, parent: PolicyVersio
 def full(folder: Path, model: nn.Module) -> PolicyVersion:
     weights = {name: value.detach() for name, value in model.named_parameters()}
     return policies.write_full(
-        folder, tensors=weights, ema_tensors=None, parent=base(folder.parent / "base"), version="00001"
+        folder, tensors=weights, averages={}, parent=base(folder.parent / "base"), version="00001"
     )
 
 
@@ -103,7 +103,7 @@ def test_a_merged_lora_computes_what_peft_computes(tmp_path: Path) -> None:
 
     policy = lora(tmp_path / "lora", ema=True)
     merged = net()
-    assert policies.apply_to(merged, policy) == policy.checksum
+    assert policies.apply_to(merged, policy) == policies.checksum_of(policy)
     beside = PeftModel.from_pretrained(net(), str(policy.path)).base_model.model
     # Float32 adds W x + s B A x in another order than (W + s B A) x; the outputs are of order 1 to 10.
     torch.testing.assert_close(answer(merged), answer(beside), rtol=1e-6, atol=1e-6 * float(answer(beside).abs().max()))
@@ -173,7 +173,7 @@ def test_a_lora_without_one_a_and_one_b_a_target_is_never_written(tmp_path: Path
         policies.write_lora(
             tmp_path / "lora",
             tensors=some,
-            ema_tensors=None,
+            averages={},
             rank=RANK,
             alpha=ALPHA,
             targets=TARGETS,
@@ -226,10 +226,40 @@ def test_a_spoilt_policy_is_not_opened(tmp_path: Path, spoil: Callable[[Path], o
         policies.open_policy(policy.path)
 
 
+def test_each_set_of_weights_has_a_checksum_that_depends_on_it_alone(tmp_path: Path) -> None:
+    def written(name: str, **averages: int) -> PolicyVersion:
+        return policies.write_lora(
+            tmp_path / name,
+            tensors=adapter(1),
+            averages={one: adapter(seed) for one, seed in averages.items()},
+            rank=RANK,
+            alpha=ALPHA,
+            targets=TARGETS,
+            parent=base(tmp_path / "base"),
+            version="00001",
+        )
+
+    alone, both, equal = written("alone"), written("both", ema=2, old=3), written("equal", ema=1, old=1)
+    assert policies.checksum_of(alone) == alone.checksum != both.checksum
+    of_both = [policies.checksum_of(both, weights) for weights in ("live", "ema", "old")]
+    assert of_both[0] == alone.checksum and len({*of_both}) == 3
+    assert {policies.checksum_of(equal, weights) for weights in ("live", "ema", "old")} == {alone.checksum}
+    assert policies.open_policy(both.path) == both
+    assert all(torch.equal(value, adapter(3)[name]) for name, value in policies.tensors(both, "old").items())
+    assert [policies.held(policy, "old") for policy in (alone, both, base(tmp_path / "base"))] == [
+        "live",
+        "old",
+        "live",
+    ]
+    (tmp_path / "both" / "old" / "adapter_config.json").unlink()
+    with pytest.raises(BadArtifact, match="missing"):
+        policies.open_policy(both.path)
+
+
 def test_without_ema_there_are_no_averaged_weights_to_take(tmp_path: Path) -> None:
     policy = lora(tmp_path / "lora")
-    assert not policies.has_ema(policy)
-    assert policies.has_ema(lora(tmp_path / "averaged", ema=True))
+    assert not policies.has(policy, "ema")
+    assert policies.has(lora(tmp_path / "averaged", ema=True), "ema")
     with pytest.raises(BadArtifact, match=r"has no ema weights; evaluate\.weights='ema' needs train\.ema"):
         policies.tensors(policy, "ema")
 

@@ -21,7 +21,7 @@ from tests import train_world as world
 CPU = torch.device("cpu")
 FAMILY = registry.make("family", Choice(name=world.FAMILY))
 KERNEL = registry.make("kernel", Choice(name="flow_sde", options={"eta": 0.7}))
-ALL = frozenset({"reference", "old"})
+ALL = frozenset({"reference", "start", "old", "ema"})
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def transitions(tmp_path: Path) -> Transitions:
     pairs = world.draw_pairs(tmp_path / "pairs", one, sizes=(5,))
     conditions = rows.Conditions(pairs, CPU, exact=True)
     reader = rows.Reader(conditions=conditions, device=CPU, size=8, rank=0, world=1)
-    (batch,) = reader.microbatches(rows.plan(pairs, one, 0, "transitions")[0])
+    (batch,) = reader.microbatches(rows.plan(pairs, one, 0, registry.make("loss", one.loss))[0])
     assert isinstance(batch.rows, Transitions)
     return batch.rows
 
@@ -60,23 +60,23 @@ def base_velocity(transitions: Transitions) -> Tensor:
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_reference_and_old_are_the_base_and_only_the_live_one_has_gradient(
+def test_the_others_are_the_base_and_only_the_live_one_has_gradient(
     tmp_path: Path, mesh: Any, transitions: Transitions, method: str
 ) -> None:
     model, three = trained(tmp_path, mesh, method)
     x, sigma, conditioning = transitions.x, transitions.sigma, transitions.conditioning
-    velocities = {
-        name: policy.velocity(x, sigma, conditioning)
-        for name, policy in (("reference", three.reference), ("live", three.live), ("old", three.old))
-    }
+    velocities = {name: three.frozen(name).velocity(x, sigma, conditioning) for name in sorted(ALL)}
+    velocities["live"] = three.live.velocity(x, sigma, conditioning)
     base = base_velocity(transitions)
     assert torch.equal(velocities["reference"], base)
-    torch.testing.assert_close(velocities["old"], base, rtol=1e-6, atol=1e-6)  # a LoRA with B = 0 adds zeros
+    for name in ALL:  # a LoRA with B = 0 adds zeros
+        torch.testing.assert_close(velocities[name], base, rtol=1e-6, atol=1e-6)
     assert (velocities["live"] - base).abs().max() > 1e-2
     assert [name for name, value in velocities.items() if value.requires_grad] == ["live"]
     velocities["live"].square().mean().backward()
     assert all(parameter.grad is not None for parameter in model.parameters.values())
-    assert all(parameter.grad is None for parameter in model.old.values())
+    assert set(model.copies) == ALL - {"reference"}
+    assert all(parameter.grad is None for copy in model.copies.values() for parameter in copy.values())
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -88,11 +88,11 @@ def test_gradients_are_the_same_with_and_without_a_look_at_the_others_in_between
     def gradients(*, look: bool) -> list[Tensor]:
         model.transformer.zero_grad()
         if look:
-            three.reference.transition(transitions)
+            three.frozen("reference").transition(transitions)
         mean = three.live.transition(transitions).mean
         if look:
-            three.old.transition(transitions)
-            three.reference.transition(transitions)
+            for name in sorted(ALL):
+                three.frozen(name).transition(transitions)
         mean.square().mean().backward()
         return [parameter.grad.full_tensor().clone() for parameter in model.parameters.values()]
 
@@ -116,8 +116,8 @@ def test_log_probs_are_the_kernels_and_are_kept_for_the_drift(transitions: Trans
 def test_a_policy_that_was_not_declared_is_not_given_out() -> None:
     net = FAMILY.transformer("tiny", torch.float32, CPU)
     only_live = TrainedPolicies(net, FAMILY, KERNEL, frozenset(), frozen={"old": lambda: pytest.fail("used")})
-    for name in ("reference", "old"):
-        with pytest.raises(BadSetting, match=rf"asked for policies\.{name} but its `needs` lacks '{name}'"):
-            _ = only_live.reference if name == "reference" else only_live.old
+    for name in ALL:
+        with pytest.raises(BadSetting, match=rf"asked for policy '{name}', which its `needs` lack"):
+            only_live.frozen(name)
     with pytest.raises(BadSetting, match="needs the reference policy, which this model does not offer"):
         TrainedPolicies(net, FAMILY, KERNEL, frozenset({"reference"}))

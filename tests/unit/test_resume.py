@@ -17,7 +17,7 @@ from mdiff_core import policies
 from mdiff_core.errors import BadArtifact
 from mdiff_core.jobs import UpdateJob
 from mdiff_core.options import Choice
-from mdiff_core.settings import Ema
+from mdiff_core.settings import Ema, Old
 from mdiff_core.train import shard, state
 from mdiff_core.train.loop import Trainer
 from tests import train_world as world
@@ -27,7 +27,30 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lora": {"ema": Ema(decay=0.5), "schedule": "cosine", "total_steps": 20, "warmup_steps": 3},
     "full": {"method": "full", "lr": 1e-4, "ema": Ema(every=2)},
     "fp16": {"precision": "fp16", "ema": Ema()},
-    "old": {"loss": Choice(name="with_old"), "epochs": 2},
+    "old": {"loss": Choice(name="with_old"), "epochs": 2, "old": Old(slope=0.1), "ema": Ema(warmup=False)},
+    "old_full": {"loss": Choice(name="with_old"), "method": "full", "lr": 1e-4, "old": Old(flat=1, slope=0.3)},
+    "kl_start": {"loss": Choice(name="flow_grpo", options={"beta": 1.0, "kl_against": "start"})},
+    "kl_ema": {"loss": Choice(name="flow_grpo", options={"beta": 1.0, "kl_against": "ema"}), "ema": Ema()},
+    "kl_ema_full": {
+        "loss": Choice(name="flow_grpo", options={"beta": 1.0, "kl_against": "ema"}),
+        "ema": Ema(every=2),
+        "method": "full",
+        "lr": 1e-4,
+    },
+    "nft": {
+        "loss": Choice(name="nft", options={"kl": 1e-2, "guided": True}),
+        "old": Old(flat=2, slope=0.1),
+        "ema": Ema(decay=0.5),
+    },
+    "nft_full": {
+        "loss": Choice(name="nft", options={"kl": 1e-2, "kl_against": "start", "guided": True}),
+        "old": Old(slope=0.1),
+        "ema": Ema(every=2),
+        "method": "full",
+        "lr": 1e-4,
+    },
+    "grpo_guard": {"loss": Choice(name="grpo_guard", options={"clip": 0.1}), "epochs": 2},
+    "dpo": {"loss": Choice(name="dpo"), "ema": Ema()},
     "sft": {"loss": Choice(name="sft"), "batch": 6, "updates_per_round": 2},
 }
 
@@ -77,20 +100,31 @@ world.train(UpdateJob.from_json(sys.argv[1]), *map(Path, sys.argv[2:]))
 """
 
 
-def test_killed_in_the_optimizer_loop_and_run_again(tmp_path: Path) -> None:
-    one = world.job(loss=Choice(name="killed", options={"calls": 5}), ema=Ema())  # within the second of two steps
+NFT = {"guided": True, "kl": 1e-2}
+
+
+@pytest.mark.parametrize(
+    ("loss", "changes"),
+    [
+        (Choice(name="killed", options={"calls": 5}), {}),
+        (Choice(name="killed_nft", options={"calls": 11, **NFT}), {"old": Old(flat=0, slope=0.1)}),
+    ],
+    ids=["flow_grpo", "nft"],
+)
+def test_killed_in_the_optimizer_loop_and_run_again(tmp_path: Path, loss: Choice, changes: dict[str, Any]) -> None:
+    one = world.of_round(world.job(loss=loss, ema=Ema(), **changes), 1)  # killed within the second of two steps
     pairs = world.draw_pairs(tmp_path / "pairs", one)
-    policy, empty = world.start(tmp_path, one)
+    world.rounds(tmp_path / "whole", one, [pairs] * 2)
+    before = tmp_path / "whole" / "policy-0", tmp_path / "whole" / "state-0"
     out = tmp_path / "made-policy", tmp_path / "made-state"
-    command = [sys.executable, "-c", SCRIPT, one.to_json(), *map(str, (pairs, policy, empty, *out))]
+    command = [sys.executable, "-c", SCRIPT, one.to_json(), *map(str, (pairs, *before, *out))]
     killed = subprocess.run(command, env={**os.environ, "MDIFF_TEST_KILL": "1"}, check=False, timeout=300)
     assert killed.returncode == -signal.SIGKILL
     for folder, opened in ((out[0], policies.open_policy), (out[1], state.read)):
         with pytest.raises(BadArtifact):
             opened(folder)
-    world.train(one, pairs, policy, empty, *out)
-    world.rounds(tmp_path / "whole", one, [pairs])
-    for made, part in zip(out, ("policy-0", "state-0"), strict=True):
+    world.train(one, pairs, *before, *out)
+    for made, part in zip(out, ("policy-1", "state-1"), strict=True):
         assert world.folder_bytes(made) == world.folder_bytes(tmp_path / "whole" / part)
 
 
@@ -174,6 +208,6 @@ def test_a_state_goes_with_the_policy_it_was_saved_with(tmp_path: Path) -> None:
     before, out = tmp_path / "run", (tmp_path / "policy", tmp_path / "state")
     with pytest.raises(BadArtifact, match="belongs to the policy with checksum"):
         world.train(one, pairs, before / "policy-1", before / "state-0", *out)
-    without = world.job(loss=Choice(name="with_old"))
-    with pytest.raises(BadArtifact, match=r"train state of another model or method, see old\.blocks"):
+    without = world.job(loss=Choice(name="flow_grpo", options={"beta": 0.04, "kl_against": "start"}))
+    with pytest.raises(BadArtifact, match=r"train state of another model or method, see start\.blocks"):
         world.train(without, pairs, before / "policy-1", before / "state-1", *out)

@@ -99,6 +99,23 @@ def test_the_same_job_gives_the_same_bits_and_another_round_others(
     assert not {t.group for t in a} & {t.group for t in c}
 
 
+def test_the_weights_that_draw_are_chosen_and_named_with_their_checksum(
+    inline: None, tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path
+) -> None:
+    policy = lora_policy(tmp_path / "policy", tiny_sd3, base, ema=True)
+    live = job(tiny_sd3)
+    averaged = live.model_copy(update={"rollout": live.rollout.model_copy(update={"weights": "ema"})})
+    named = {}
+    for name, one, start in (("live", live, policy), ("ema", averaged, policy), ("first", averaged, base)):
+        metrics = rollout.run(one, asked, start.path, tmp_path / name)
+        named[name] = metrics["rollout/weights"], metrics["rollout/weights_checksum"]
+        assert {t.weights for t in rows(tmp_path / name)} == {named[name][1]}
+    assert named["live"] == ("live", policies.checksum_of(policy))
+    assert named["ema"] == ("ema", policies.checksum_of(policy, "ema"))
+    assert named["first"] == ("live", base.checksum)  # the base has no average yet
+    assert not torch.equal(rows(tmp_path / "live")[0].clean, rows(tmp_path / "ema")[0].clean)
+
+
 def test_a_kernel_without_noise_has_no_trained_steps(
     inline: None, tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path
 ) -> None:

@@ -199,9 +199,10 @@ def test_any_rows_are_right(tmp_path: Path, kind: str) -> None:
             found, expected = table.take(np.arange(start, stop)), columns(stop - start, start, kind)
             assert set(found) == set(expected)
             assert all(same(found[name], expected[name]) for name in found)
-    apart, whole = np.array([0, 2, 3, 5, 10, 10]), columns(11, 0, kind)
-    for name, column in table.take(apart).items():
-        assert same(column, [whole[name][row] for row in apart] if isinstance(column, list) else whole[name][apart])
+    whole = columns(11, 0, kind)
+    for apart in (np.array([0, 2, 3, 5, 10, 10]), np.array([4, 10, 0, 3, 4])):
+        for name, column in table.take(apart).items():
+            assert same(column, [whole[name][row] for row in apart] if isinstance(column, list) else whole[name][apart])
     for wrong in ([-1, 2], [], [5, 11]):
         with pytest.raises(IndexError):
             table.take(np.array(wrong, dtype=np.int64))

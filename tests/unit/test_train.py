@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from mdiff_core import registry, tables
+from mdiff_core import policies, registry, tables
 from mdiff_core.errors import BadArtifact, BadSetting
 from mdiff_core.jobs import UpdateJob
 from mdiff_core.options import Choice
 from mdiff_core.policy import TrainedPolicies
-from mdiff_core.settings import Ema, Model
+from mdiff_core.settings import Ema, Model, Old
 from mdiff_core.tables import RowTable
 from mdiff_core.train import ema, lora, optim, rows, shard
 from mdiff_core.train.loop import summary
@@ -24,6 +24,7 @@ from tests import train_world as world
 from tests.train_world import Net
 
 SFT = Choice(name="sft")
+RATIO, CLEAN_LOSS = (registry.make("loss", choice) for choice in (Choice(name="flow_grpo"), SFT))
 CLEAN = {"loss": SFT, "batch": 6, "updates_per_round": 3}
 CPU = torch.device("cpu")
 SD3 = {
@@ -62,7 +63,24 @@ def real_sd3(folder: Path) -> tuple[UpdateJob, Path]:
     return one, world.draw_pairs(folder / "sd3-rows", one, sizes=(5, 3), shape=(4, 8, 8), conditions=conditions)
 
 
-CASES = ("lora", "full", "sft", "starved", "real_sd3")
+LOSSES: dict[str, dict[str, Any]] = {
+    "awm": {"kl": 0.1, "kl_against": "start", "guided": True},
+    "dpo": {"beta": 10.0, "guided": True},
+    "dppo": {"beta": 0.04},
+    "flow_grpo": {"beta": 0.04},
+    "grpo_guard": {"clip": 0.1, "beta": 0.04, "kl_against": "ema"},
+    "nft": {"kl": 0.1, "guided": True},
+}
+"""Every loss of RL, with as many policies as it may need."""
+
+
+def of_loss(name: str, **changes: Any) -> dict[str, Any]:
+    """Changes to the usual job."""
+    old = {"old": Old(slope=0.1)} if name == "nft" else {}
+    return {"loss": Choice(name=name, options=LOSSES[name]), "ema": Ema()} | old | changes
+
+
+CASES = ("lora", "full", "sft", "starved", "real_sd3", *(f"loss_{name}" for name in LOSSES), "nft_full")
 
 
 def cases(folder: Path) -> dict[str, tuple[UpdateJob, list[Path]]]:
@@ -72,7 +90,13 @@ def cases(folder: Path) -> dict[str, tuple[UpdateJob, list[Path]]]:
     samples = world.draw_pairs(folder / "samples", clean, sizes=(20,))
     few = world.draw_pairs(folder / "few", one, sizes=(5, 1))
     sd3, drawn = real_sd3(folder)
+    by_loss = {f"loss_{name}": world.job(**of_loss(name)) for name in LOSSES}
+    by_loss["nft_full"] = world.job(**of_loss("nft", method="full", lr=1e-4))
+    rows_of = {
+        name: [world.draw_pairs(folder / f"{name}-rows", each, sizes=(5, 4))] * 2 for name, each in by_loss.items()
+    }
     return {
+        **{name: (each, rows_of[name]) for name, each in by_loss.items()},
         "lora": (one, ratio),
         "full": (world.job(method="full", lr=1e-4, ema=Ema()), ratio),
         "sft": (clean, [samples] * 2),
@@ -118,8 +142,9 @@ def test_two_processes_give_the_weights_of_one(one_and_two: dict[str, tuple[Path
     assert moved > 1e-5
     # Float32 sums over ranks in another order; lr bounds what Adam makes of it.
     assert world.largest_gap(world.weights(one / last), world.weights(two / last)) < 1e-6
-    if name == "full":
-        assert world.largest_gap(world.weights(one / last, "ema"), world.weights(two / last, "ema")) < 1e-6
+    for average in ("ema", "old"):
+        if policies.has(policies.open_policy(one / last), average):
+            assert world.largest_gap(world.weights(one / last, average), world.weights(two / last, average)) < 1e-6
 
 
 def test_two_processes_continue_what_one_began(one_and_two: dict[str, tuple[Path, Path]]) -> None:
@@ -128,7 +153,11 @@ def test_two_processes_continue_what_one_began(one_and_two: dict[str, tuple[Path
     assert world.largest_gap(world.weights(one / "policy-1"), world.weights(one / "policy-0")) > 1e-5
 
 
-@pytest.mark.parametrize("changes", [{}, {"method": "full", "lr": 1e-4}, CLEAN], ids=["lora", "full", "sft"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"method": "full", "lr": 1e-4}, CLEAN, *(of_loss(name) for name in LOSSES)],
+    ids=["lora", "full", "sft", *LOSSES],
+)
 def test_the_size_of_a_microbatch_does_not_matter(tmp_path: Path, changes: dict[str, Any]) -> None:
     pairs = world.draw_pairs(tmp_path / "pairs", world.job(**changes), sizes=(20,) if changes is CLEAN else (13, 10))
     made = []
@@ -138,12 +167,13 @@ def test_the_size_of_a_microbatch_does_not_matter(tmp_path: Path, changes: dict[
     assert max(world.largest_gap(made[0], other) for other in made[1:]) < 1e-6
 
 
-def test_the_order_of_rows_does_not_matter(tmp_path: Path) -> None:
-    one = world.job()
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_order_of_rows_does_not_matter(tmp_path: Path, name: str) -> None:
+    one = world.job(**of_loss(name))
     pairs = world.draw_pairs(tmp_path / "pairs", one, sizes=(13,))
     (tmp_path / "turned").mkdir()
     columns = RowTable(pairs, 0).take(np.arange(13))
-    with tables.row_writer(tmp_path / "turned", 0, "transitions") as writer:
+    with tables.row_writer(tmp_path / "turned", 0, registry.find("loss", name).rows) as writer:
         for row in reversed(range(13)):
             writer.add_batch({name: column[row : row + 1] for name, column in columns.items()})
     tables.copy_conditions(pairs, tmp_path / "turned")
@@ -173,8 +203,8 @@ def test_a_step_is_what_plain_torch_makes_of_the_mean_over_rows(tmp_path: Path, 
     optimizer = torch.optim.AdamW(net.parameters(), lr=one.train.lr, weight_decay=0.1)
     frozen = {"reference": lambda: _kept(base)}
     reader = rows.Reader(conditions=rows.Conditions(pairs, CPU, exact=True), device=CPU, size=64, rank=0, world=1)
-    (batch,) = reader.microbatches(rows.plan(pairs, one, 0, "transitions")[0])
-    cells = loss(TrainedPolicies(net, family, kernel, loss.needs, frozen=frozen), batch.rows)
+    (batch,) = reader.microbatches(rows.plan(pairs, one, 0, RATIO)[0])
+    cells = loss(TrainedPolicies(net, family, kernel, loss.needs.policies, frozen=frozen), batch.rows)
     cells.loss.mean().backward()
     norm = torch.nn.utils.clip_grad_norm_(net.parameters(), clip_norm)
     optimizer.step()
@@ -214,11 +244,72 @@ def test_the_average_follows_fast_at_first_and_by_its_decay_later() -> None:
     settings = Ema(decay=0.9, every=2)
     assert [ema.decay_at(settings, step) for step in (0, 8, 10_000)] == [0.1, 0.5, 0.9]
     assert [ema.is_due(settings, step) for step in range(4)] == [False, True, False, True]
+    assert ema.decay_at(Ema(decay=0.9, warmup=False), 0) == 0.9
     live = {"w": torch.tensor([1.0, 2.0])}
     average = ema.copies(live)
     live["w"].fill_(4.0)
     ema.follow(average, live, decay=0.75)
     assert average["w"].tolist() == [1.75, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("old", "decays"),
+    [
+        (None, [0, 0, 0, 0]),
+        (Old(flat=0, slope=0.001, most=0.5), [0, 0.075, 0.1, 0.5]),
+        (Old(flat=75, slope=0.0075, most=0.999), [0, 0, 0.1875, 0.999]),
+    ],
+)
+def test_the_published_decays_of_the_old_policy(old: Old | None, decays: list[float]) -> None:
+    assert [ema.old_decay_at(old, step) for step in (0, 75, 100, 10_000)] == pytest.approx(decays)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_the_old_policies_of_a_run_are_the_recurrence_over_its_rounds(tmp_path: Path, method: str) -> None:
+    old = Old(flat=2, slope=0.1, most=0.3)
+    one = world.job(loss=Choice(name="with_old"), old=old, method=method)
+    pairs = world.draw_pairs(tmp_path / "pairs", one, sizes=(6, 6))
+    found = world.rounds(tmp_path / "run", one, [pairs] * 4)
+    run = [tmp_path / "run" / f"policy-{number}" for number in range(4)]
+    name = "blocks.0.to_q.weight" if method == "full" else "blocks.0.to_q.lora_B.weight"
+    average = torch.zeros(())
+    for policy, decay in zip(run, [0.0, 0.2, 0.3, 0.3], strict=True):  # after 2, 4, 6 and 8 optimizer steps
+        average = decay * average + (1 - decay) * world.weights(policy)[name]
+        torch.testing.assert_close(world.weights(policy, "old")[name], average, rtol=1e-6, atol=1e-9)
+    assert world.largest_gap(world.weights(run[0]), world.weights(run[0], "old")) == 0
+    assert all(metrics["old_gap"] > 0 for metrics in found)
+    assert [metrics["old_decay"] for metrics in found] == pytest.approx([0.0, 0.2, 0.3, 0.3])
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_frozen_start_policy_is_what_the_run_started_from(tmp_path: Path, method: str) -> None:
+    against = {name: {"clip": 0.9, "beta": 1.0, "kl_against": name} for name in ("start", "reference")}
+    one = {name: world.job(method=method, loss=Choice(name="flow_grpo", options=o)) for name, o in against.items()}
+    pairs = world.draw_pairs(tmp_path / "pairs", one["start"], sizes=(6,))
+    from_base = {name: world.rounds(tmp_path / name, job, [pairs] * 2) for name, job in one.items()}
+    for a, b in zip(from_base["start"], from_base["reference"], strict=True):
+        assert a["kl"] == pytest.approx(b["kl"], rel=1e-4, abs=1e-9)
+    _, empty = world.start(tmp_path / "fresh", one["start"])
+    again = tmp_path / "again"
+    policy, state, found = tmp_path / "start" / "policy-1", empty, []
+    for number in range(2):
+        out = again / f"policy-{number}", again / f"state-{number}"
+        found.append(world.train(world.of_round(one["start"], number), pairs, policy, state, *out)["kl"])
+        policy, state = out
+    assert found[0] < 1e-9 < found[1]  # measured before the first step, and after it
+
+
+def test_an_old_policy_of_an_earlier_run_is_not_taken_for_what_drew_this_one(tmp_path: Path) -> None:
+    first = world.job(loss=Choice(name="with_old"), old=Old(slope=0.1, most=0.9))
+    pairs = world.draw_pairs(tmp_path / "pairs", first, sizes=(6,))
+    world.rounds(tmp_path / "first", first, [pairs] * 3)
+    start, (_, empty) = tmp_path / "first" / "policy-2", world.start(tmp_path / "empty", first)
+    assert world.largest_gap(world.weights(start), world.weights(start, "old")) > 1e-4
+    for name, changes, gap in (("without", {}, False), ("with", {"old": Old()}, True)):
+        one = world.job(loss=Choice(name="with_old"), **changes)
+        found = world.train(one, pairs, start, empty, tmp_path / name / "policy", tmp_path / name / "state")
+        assert (found["old_gap"] > 1e-6) == gap
+        assert policies.has(policies.open_policy(tmp_path / name / "policy"), "old") == gap
 
 
 def test_the_averages_of_a_run_are_the_recurrence_over_its_weights(tmp_path: Path) -> None:
@@ -309,19 +400,39 @@ def test_a_group_that_was_there_before_is_left_alone(mesh: Any) -> None:
 def test_drawn_rows_are_each_row_once_an_epoch_and_go_on_where_they_stopped(tmp_path: Path) -> None:
     one = world.job(**CLEAN)
     pairs = world.draw_pairs(tmp_path / "pairs", one, sizes=(9,))
-    taken = rows.plan(pairs, one, 0, "clean") + rows.plan(pairs, one, 18, "clean")
+    taken = rows.plan(pairs, one, 0, CLEAN_LOSS) + rows.plan(pairs, one, 18, CLEAN_LOSS)
     assert [len(step.rows) for step in taken] == [6] * 6
     assert np.bincount(np.concatenate([step.rows for step in taken])).tolist() == [4] * 9
-    (longer,) = [rows.plan(pairs, world.job(**CLEAN | {"updates_per_round": 6}), 0, "clean")]
+    (longer,) = [rows.plan(pairs, world.job(**CLEAN | {"updates_per_round": 6}), 0, CLEAN_LOSS)]
     assert all(np.array_equal(a.rows, b.rows) and a.noise == b.noise for a, b in zip(taken, longer, strict=True))
-    other = rows.plan(pairs, one.model_copy(update={"seed": 8}), 0, "clean")
+    other = rows.plan(pairs, one.model_copy(update={"seed": 8}), 0, CLEAN_LOSS)
     assert any(not np.array_equal(a.rows, b.rows) for a, b in zip(taken, other, strict=False))
+
+
+def test_a_sample_is_visited_at_that_share_of_its_schedule_each_sigma_once(tmp_path: Path) -> None:
+    one = world.job(**of_loss("nft"), updates_per_round=1, epochs=2)
+    one = one.model_copy(update={"sampling": one.sampling.model_copy(update={"steps": 10})})
+    pairs = world.draw_pairs(tmp_path / "pairs", one, sizes=(3,))
+    recorded = RowTable(pairs, 0).take(np.arange(1))["sigmas"][0]
+    found = []
+    for step in rows.plan(pairs, one, 0, registry.make("loss", one.loss)):
+        assert len(step.rows) == 3 * 9  # int(10 * .99)
+        reader = rows.Reader(conditions=rows.Conditions(pairs, CPU, exact=True), device=CPU, size=4, rank=0, world=1)
+        batches = list(reader.microbatches(step))
+        by_sample: dict[str, list[float]] = {}
+        for batch in batches:
+            for name, sigma in zip(batch.names, batch.rows.sigma.tolist(), strict=True):
+                by_sample.setdefault(name, []).append(sigma)
+        assert all(len({*each}) == 9 and {*each} < {*recorded[:-1].tolist()} for each in by_sample.values())
+        assert len({tuple(each) for each in by_sample.values()}) == 3  # each in an order of its own
+        found += [int(seed) for batch in batches for seed in batch.rows.seed]
+    assert len({*found}) == 2 * 27
 
 
 def test_a_row_has_other_noise_at_every_visit_and_the_same_in_every_microbatch(tmp_path: Path) -> None:
     one = world.job(loss=SFT, epochs=2, updates_per_round=1)
     pairs = world.draw_pairs(tmp_path / "pairs", one, sizes=(5,))
-    first, second = rows.plan(pairs, one, 0, "clean")
+    first, second = rows.plan(pairs, one, 0, CLEAN_LOSS)
 
     def seeds_of(step: rows.Step, size: int) -> list[int]:
         conditions = rows.Conditions(pairs, CPU, exact=True)
@@ -338,7 +449,7 @@ def test_ranks_share_the_rows_and_all_make_as_many_passes(
 ) -> None:
     one = world.job()
     pairs = world.draw_pairs(tmp_path / "pairs", one, sizes=(rows_in_all,))
-    (step,) = rows.plan(pairs, one, 0, "transitions")
+    (step,) = rows.plan(pairs, one, 0, RATIO)
     by_rank = []
     for rank in range(world_size):
         conditions = rows.Conditions(pairs, CPU, exact=True)
@@ -359,9 +470,9 @@ def test_ranks_share_the_rows_and_all_make_as_many_passes(
 def test_rows_a_job_cannot_train_on_are_refused(tmp_path: Path) -> None:
     pairs = world.draw_pairs(tmp_path / "pairs", world.job())
     with pytest.raises(BadSetting, match=r"'sft' trains on clean rows, but .* holds transitions"):
-        rows.plan(pairs, world.job(loss=SFT), 0, "clean")
+        rows.plan(pairs, world.job(loss=SFT), 0, CLEAN_LOSS)
     with pytest.raises(BadSetting, match=r"train\.batch: 4 draws from one table, .* has 2; set train\.batch=0"):
-        rows.plan(pairs, world.job(batch=4), 0, "transitions")
+        rows.plan(pairs, world.job(batch=4), 0, RATIO)
     one = world.job()
     columns = RowTable(pairs, 0).take(np.arange(4))
     (tmp_path / "mixed").mkdir()
@@ -372,8 +483,10 @@ def test_rows_a_job_cannot_train_on_are_refused(tmp_path: Path) -> None:
     conditions = rows.Conditions(tmp_path / "mixed", CPU, exact=True)
     batches = rows.Reader(conditions=conditions, device=CPU, size=4, rank=0, world=1)
     with pytest.raises(BadArtifact, match=r"guidance \[1\.0, 2\.0\] in one step"):
-        list(batches.microbatches(rows.plan(tmp_path / "mixed", one, 0, "transitions")[0]))
-    only = rows.Step(table=RowTable(tmp_path / "mixed", 0), rows=np.arange(4, 8), noise=())
+        list(batches.microbatches(rows.plan(tmp_path / "mixed", one, 0, RATIO)[0]))
+    only = rows.Step(
+        table=RowTable(tmp_path / "mixed", 0), rows=np.arange(4, 8), visits=np.zeros(4, np.int64), noise=()
+    )
     with pytest.raises(BadArtifact, match="no condition 'lost'"):
         list(batches.microbatches(only))
 

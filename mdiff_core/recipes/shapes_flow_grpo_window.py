@@ -1,0 +1,13 @@
+"""`shapes_flow_grpo` with a window of three steps drawn anew each round from the first half (Flow-GRPO-Fast, arXiv 2505.05470)."""
+
+from mdiff_core.options import Choice
+from mdiff_core.recipes.shapes_flow_grpo import RECIPE as FLOW_GRPO
+
+RECIPE = FLOW_GRPO.model_copy(
+    update={
+        "recipe": "shapes_flow_grpo_window",
+        "sampling": FLOW_GRPO.sampling.model_copy(
+            update={"window": Choice(name="window", options={"size": 3, "lo": 0, "hi": 5})}
+        ),
+    }
+)

@@ -1,0 +1,11 @@
+"""GRPO-Guard (arXiv 2510.22319) on the tiny SD3 of the shapes world; all but the loss is `shapes_flow_grpo`'s."""
+
+from mdiff_core.options import Choice
+from mdiff_core.recipes.shapes_flow_grpo import RECIPE as FLOW_GRPO
+
+RECIPE = FLOW_GRPO.model_copy(
+    update={
+        "recipe": "shapes_grpo_guard",
+        "loss": Choice(name="grpo_guard", options={"clip": 1e-3}),
+    }
+)
