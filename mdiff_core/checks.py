@@ -1,6 +1,6 @@
 """Every contradiction between settings that can be found without a GPU, before one is asked for."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,9 +11,6 @@ from mdiff_core.options import Choice, Options
 from mdiff_core.overrides import sentence
 from mdiff_core.settings import RewardTerm, RunConfig
 from mdiff_core.types import Prompt
-
-ANNOUNCED_REWARDS = frozenset({"ocr", "pickscore"})
-"""Rewards that published recipes name before this version has them: such a recipe can be read and checked, not run."""
 
 
 def check(config: RunConfig) -> None:
@@ -28,26 +25,15 @@ def check(config: RunConfig) -> None:
     check_prompts(config)
 
 
-def check_runnable(config: RunConfig) -> None:
-    """BadSetting when the recipe names a reward that this version only announces."""
-    for i, term in enumerate(config.score.rewards):
-        if term.name not in registry.REGISTRY["reward"]:
-            known = ", ".join(sorted(registry.REGISTRY["reward"]))
-            raise BadSetting(
-                f"score.rewards.{i}.name: '{term.name}' is not part of this version of mdiff; use one of {known}"
-            )
-
-
 def choices(config: RunConfig) -> Iterator[tuple[str, str, Choice]]:
-    """(slot, dotted path, choice) of every plug-in the settings name, but the announced ones."""
+    """(slot, dotted path, choice) of every plug-in the settings name."""
     yield "family", "model.family", config.model.family
     yield "kernel", "sampling.kernel", config.sampling.kernel
     yield "window", "sampling.window", config.sampling.window
     yield "engine", "rollout.engine", config.rollout.engine
     yield "loss", "loss", config.loss
     for i, term in enumerate(config.score.rewards):
-        if term.name not in ANNOUNCED_REWARDS or term.name in registry.REGISTRY["reward"]:
-            yield "reward", f"score.rewards.{i}", as_choice(term)
+        yield "reward", f"score.rewards.{i}", as_choice(term)
     for i, choice in enumerate(config.score.filters):
         yield "filter", f"score.filters.{i}", choice
 
@@ -168,7 +154,7 @@ def check_hardware(config: RunConfig) -> None:
 
 def check_prompts(config: RunConfig) -> None:
     """Both files, every prompt against every reward."""
-    rewards = [(path, registry.make("reward", choice)) for slot, path, choice in choices(config) if slot == "reward"]
+    rewards = {choice.name: registry.make("reward", choice) for slot, _, choice in choices(config) if slot == "reward"}
     held_out = read_prompts("prompts.held_out", config.prompts.held_out, rewards)
     if config.algorithm == "rl":
         read_prompts("prompts.train", config.prompts.train, rewards)
@@ -179,13 +165,16 @@ def check_prompts(config: RunConfig) -> None:
         )
 
 
-def read_prompts(field: str, path: str, rewards: Sequence[tuple[str, Any]]) -> list[Prompt]:
-    """The file's prompts, each fit for every reward."""
+def read_prompts(field: str, path: str, rewards: Mapping[str, Any]) -> list[Prompt]:
+    """The file's prompts, each fit for every reward that judges it."""
     try:
-        found = prompts.read(path)
-        for _, reward in rewards:
-            for prompt in found:
-                reward.check(prompt)
+        found = prompts.numbered(path)
     except BadSetting as error:
         raise BadSetting(f"{field}: {str(error).removeprefix('prompts: ')}") from None
-    return found
+    for line, prompt in found:
+        try:
+            for name in prompts.judges(prompt, tuple(rewards)):
+                rewards[name].check(prompt)
+        except BadSetting as error:
+            raise BadSetting(f"{field}: {path}:{line}: {error}") from None
+    return [prompt for _, prompt in found]

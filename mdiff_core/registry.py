@@ -31,6 +31,8 @@ REGISTRY: dict[str, dict[str, str]] = {
     "reward": {
         "jpeg_compressibility": "mdiff_core.rewards.jpeg:JpegCompressibility",
         "jpeg_incompressibility": "mdiff_core.rewards.jpeg:JpegIncompressibility",
+        "ocr": "mdiff_core.rewards.ocr:Ocr",
+        "ocr_flow_grpo": "mdiff_core.rewards.ocr:OcrFlowGRPO",
         "shapes": "mdiff_core.rewards.shapes:Shapes",
     },
     "filter": {

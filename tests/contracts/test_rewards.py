@@ -20,7 +20,15 @@ def shapes_metadata(index: int) -> dict[str, Any]:
     return shapes.metadata(shapes.scene_of(0, index).content)
 
 
-METADATA: dict[str, Callable[[int], dict[str, Any]]] = {"shapes": shapes_metadata}
+def text_metadata(index: int) -> dict[str, Any]:
+    return {"text": f"word {index}"}
+
+
+METADATA: dict[str, Callable[[int], dict[str, Any]]] = {
+    "shapes": shapes_metadata,
+    "ocr": text_metadata,
+    "ocr_flow_grpo": text_metadata,
+}
 """Reward name to the prompt metadata of sample i; a reward that is not here needs none."""
 
 OPTIONS: dict[str, dict[str, Any]] = {}

@@ -203,11 +203,27 @@ def test_prompts_are_checked_against_the_reward(tmp_path: Path) -> None:
     assert complaint(RL, f"prompts.train={path}").startswith("prompts.train: ")
 
 
-def test_an_announced_reward_can_be_checked_but_not_run() -> None:
-    found = config.load("sd35m_flow_grpo_ocr")
-    checks.check(found)
-    with pytest.raises(BadSetting, match=r"score.rewards.0.name: 'ocr' is not part of this version"):
-        checks.check_runnable(found)
+def test_a_prompt_that_a_reward_cannot_judge_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    for line, why in {
+        "a sign": "prompt 'a sign' wants no text to be seen",
+        "a sign that says “OPEN": "the quote “ in 'a sign that says “OPEN' does not close; close it with ”",
+        'a sign that says " "': "hold no text",
+    }.items():
+        path.write_text(f'a sign that says "OPEN"\n\na sign that says “OPEN”\n{line}\n')
+        said = complaint(RL, f"prompts.train={path}", 'score.rewards=[{"name": "ocr"}]', f"prompts.held_out={path}")
+        assert said.startswith(f"prompts.held_out: {path}:4: ") and why in said
+
+
+def test_a_prompt_may_choose_among_the_rewards(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    plain = '{"input": "a sign", "metadata": {"rewards": ["jpeg_compressibility"]}}'
+    path.write_text(f'{plain}\n{{"input": "a sign \\"OPEN\\""}}\n')
+    both = 'score.rewards=[{"name": "ocr"}, {"name": "jpeg_compressibility"}]'
+    files = [f"prompts.train={path}", f"prompts.held_out={path}", "evaluate.prompts=2", both]
+    checks.check(config.load(RL, files))
+    path.write_text('{"input": "a \\"b\\"", "metadata": {"rewards": ["shapes"]}}\n')
+    assert "names 'shapes'; the recipe has ocr, jpeg_compressibility" in complaint(RL, *files)
 
 
 def test_the_digest_sees_what_decides_the_result_and_nothing_else() -> None:
