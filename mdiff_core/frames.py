@@ -11,11 +11,16 @@ from mdiff_core.options import Options
 from mdiff_core.types import Prompt
 
 
-class FrameOptions(Options):
-    """Which frames of a video are scored, and what their scores become; an image is its own only frame."""
+class FrameCount(Options):
+    """How much of a video is looked at; an image is its own only frame."""
 
     frames: int = Field(default=4, ge=1)
     """Frames looked at, spread evenly over the video; all of a shorter one."""
+
+
+class FrameOptions(FrameCount):
+    """Which frames of a video are scored, and what their scores become."""
+
     over_frames: Literal["mean", "min"] = "mean"
     """A sample's score from those of its frames: the mean, or the worst."""
 

@@ -84,9 +84,24 @@ class Score(Options):
     combine: Literal["sum", "zscore", "gdpo"] = "sum"
     """sum: weighted raw values; zscore: each normalised over the batch first; gdpo: group advantages per reward, then summed."""
     on_missing: Literal["raise", "mask"] = "raise"
-    """What a missing or non-finite reward does."""
+    """What a missing or non-finite reward does, once `attempts` are used up: stop the stage, or leave the sample out."""
     batch: int = Field(default=64, ge=1)
     """Samples scored at once."""
+    attempts: int = Field(default=3, ge=1)
+    """Times a reward is asked about a sample that it fails on."""
+    backoff_s: float = Field(default=1.0, ge=0)
+    """Pause before the second attempt; doubled for each further one, and longer when a server asks for it."""
+    breaker: int = Field(default=3, ge=0)
+    """Batches in a row without any score from a reward after which the stage stops, whatever `on_missing` says; 0 never."""
+    workers: int = Field(default=0, ge=0)
+    """Processes that score side by side, on Ray; one that hangs or dies is replaced. 0 scores in the stage's own process, where a reward
+    that hangs cannot be stopped."""
+    gpus_per_worker: float = Field(default=0.0, ge=0)
+    """GPUs Ray reserves for each worker."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Longest a worker may take over a batch, attempts included, before it counts as hung."""
+    stream: bool = False
+    """Score during the rollout, on its Ray cluster, as samples come; needs workers."""
     filters: tuple[Choice, ...] = ()
 
 

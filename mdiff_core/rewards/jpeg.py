@@ -23,6 +23,7 @@ class JpegIncompressibility:
     """Mean JPEG size of a sample's frames in kB (1000 bytes): more detail, more reward."""
 
     Options = JpegOptions
+    groupwise = False
 
     def __init__(self, options: JpegOptions) -> None:
         self.quality = options.quality

@@ -43,6 +43,7 @@ class Ocr:
     """
 
     Options = OcrOptions
+    groupwise = False
 
     def __init__(self, options: OcrOptions) -> None:
         self.options = options

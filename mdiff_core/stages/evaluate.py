@@ -22,9 +22,9 @@ def run(job: EvaluateJob, prompts: Path, policy: Path, out: Path) -> dict[str, A
     wanted = requests(job, found[: job.evaluate.prompts])
     generation.check_seeds(wanted)
     measured = generation.generate(wanted, job.rollout, job.model, policy, out, job.evaluate.weights)
-    scored = scoring.score(tables.read_trajectories(out), job.score).scored
-    tables.write_scores(out, scored)
-    return scoring.metrics(scored) | {f"evaluate/{name}": value for name, value in measured.items()}
+    sheet = scoring.score(tables.read_trajectories(out), job.score)
+    tables.write_scores(out, sheet.scored)
+    return {**sheet.metrics} | {f"evaluate/{name}": value for name, value in measured.items()}
 
 
 def requests(job: EvaluateJob, chosen: list[Prompt]) -> list[Request]:

@@ -17,7 +17,7 @@ def run(job: ScoreJob, trajectories: Path, out: Path) -> dict[str, float]:
     judges = [(choice.name, registry.make("filter", choice)) for choice in job.score.filters]
     scored = filters.apply(judges, sheet.scored, fingerprint=sheet.fingerprint, metadata=sheet.metadata)
     tables.write_scores(out, scored)
-    return scoring.metrics(scored) | _metrics(scored)
+    return {**sheet.metrics, **_metrics(scored)}
 
 
 def _metrics(scored: Sequence[Scored]) -> dict[str, float]:
