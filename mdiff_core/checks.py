@@ -20,6 +20,7 @@ def check(config: RunConfig) -> None:
     check_algorithm(config)
     check_sampling(config)
     check_rounds(config)
+    check_score(config)
     check_train(config)
     check_hardware(config)
     check_prompts(config)
@@ -104,10 +105,24 @@ def check_rounds(config: RunConfig) -> None:
         raise BadSetting(
             f"train.updates_per_round: {updates} optimizer steps cannot share {groups} groups (prompts.per_round); use {groups} at most"
         )
-    names = [term.name for term in config.score.rewards]
+
+
+def check_score(config: RunConfig) -> None:
+    """Rewards by name once, and where they run."""
+    score = config.score
+    names = [term.name for term in score.rewards]
     for i, name in enumerate(names):
         if name in names[:i]:
             raise BadSetting(f"score.rewards.{i}.name: '{name}' is there twice; give it once, with the weights added")
+    if score.stream and not score.workers:
+        raise BadSetting(
+            "score.stream: true, but score.workers is 0, so nobody could score beside the engines; set score.workers=1 or more"
+        )
+    if score.gpus_per_worker and not score.workers:
+        raise BadSetting(
+            f"score.gpus_per_worker: {score.gpus_per_worker:g} has no use with score.workers=0; set score.workers, or leave it out: "
+            "rewards in the stage's own process take its GPU"
+        )
 
 
 def check_train(config: RunConfig) -> None:

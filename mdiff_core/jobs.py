@@ -11,6 +11,8 @@ class RolloutJob(Options):
     sampling: Sampling
     rollout: Rollout
     prompts_per_round: int
+    score: Score | None = None
+    """Given when samples are scored as they are drawn."""
     seed: int
     round: int
 
@@ -79,6 +81,7 @@ def rollout_job(config: RunConfig, round: int) -> RolloutJob:
         sampling=config.sampling,
         rollout=config.rollout,
         prompts_per_round=config.prompts.per_round,
+        score=config.score if config.score.stream else None,
         seed=config.seed,
         round=round,
     )

@@ -45,8 +45,7 @@ class Panel:
     def measure(self, shots: Sequence[Shot]) -> Measured:
         """Each reward of each sample that it judges. With a groupwise reward, `shots` must be whole groups."""
         started = time.monotonic()
-        chosen = [set(prompts.judges(shot.prompt, tuple(self.rewards))) for shot in shots]
-        asked = {name: [name in names for names in chosen] for name in self.rewards}
+        asked = asked_of(shots, tuple(self.rewards))
         values = {name: [np.nan] * len(shots) for name in self.rewards}
         reasons = {name: [""] * len(shots) for name in self.rewards}
         retries, unavailable = dict.fromkeys(self.rewards, 0), set[str]()
@@ -93,6 +92,25 @@ class Panel:
 def made(terms: Sequence[RewardTerm]) -> dict[str, Reward]:
     """The rewards by name."""
     return {term.name: registry.make("reward", Choice(name=term.name, options=term.options)) for term in terms}
+
+
+def asked_of(shots: Sequence[Shot], names: Sequence[str]) -> dict[str, list[bool]]:
+    """By reward: whether it judges each sample."""
+    chosen = [set(prompts.judges(shot.prompt, names)) for shot in shots]
+    return {name: [name in some for some in chosen] for name in names}
+
+
+def nothing(shots: Sequence[Shot], names: Sequence[str], why: str, retries: int) -> Measured:
+    """The word on a batch whose process never answered."""
+    asked = asked_of(shots, names)
+    return Measured(
+        values={name: [np.nan] * len(shots) for name in names},
+        asked=asked,
+        reasons={name: [why if yes else "" for yes in asked[name]] for name in names},
+        unavailable=frozenset(names),
+        retries=dict.fromkeys(names, retries),
+        seconds=0.0,
+    )
 
 
 def parts(shots: Sequence[Shot], asked: Sequence[bool], groupwise: bool) -> Iterator[list[int]]:

@@ -68,21 +68,47 @@ def shot(trajectory: Trajectory) -> Shot:
     return Shot(sample=trajectory.sample, group=trajectory.group, prompt=trajectory.prompt, frames=trajectory.frames)
 
 
-def cut(shots: Iterable[Shot], settings: Score) -> Iterator[list[Shot]]:
-    """Batches of `settings.batch`; where a reward compares a group's samples, of whole groups and at least as many."""
-    whole = any(reward.groupwise for reward in Panel(settings).rewards.values())
-    batch: list[Shot] = []
-    seen = set[str]()
-    for one in shots:
-        if whole and one.group in seen and one.group != batch[-1].group:
+def digest(frames: np.ndarray) -> str:
+    """sha256 of the pixels."""
+    return hashlib.sha256(np.ascontiguousarray(frames).data).hexdigest()
+
+
+class Batches:
+    """Cuts a stream of samples into batches of `settings.batch`; where a reward compares a group's samples, of whole groups and at
+    least as many."""
+
+    def __init__(self, settings: Score) -> None:
+        self._size = settings.batch
+        self._whole = any(reward.groupwise for reward in Panel(settings).rewards.values())
+        self._batch: list[Shot] = []
+        self._groups, self._last = set[str](), ""
+
+    def add(self, one: Shot) -> list[Shot]:
+        """The batch that ends before this sample, or nothing; BadArtifact when a group that must be whole is in pieces."""
+        together = one.group == self._last
+        if self._whole and one.group in self._groups and not together:
             raise BadArtifact(f"trajectories: group '{one.group}' is not in one piece; run the rollout again")
-        seen.add(one.group)
-        if len(batch) >= settings.batch and not (whole and one.group == batch[-1].group):
-            yield batch
-            batch = []
-        batch.append(one)
-    if batch:
-        yield batch
+        full = len(self._batch) >= self._size and not (self._whole and together)
+        done = self.rest() if full else []
+        self._groups.add(one.group)
+        self._last = one.group
+        self._batch.append(one)
+        return done
+
+    def rest(self) -> list[Shot]:
+        """What is left."""
+        done, self._batch = self._batch, []
+        return done
+
+
+def cut(shots: Iterable[Shot], settings: Score) -> Iterator[list[Shot]]:
+    """All batches of a stream."""
+    batches = Batches(settings)
+    for one in shots:
+        if done := batches.add(one):
+            yield done
+    if done := batches.rest():
+        yield done
 
 
 class Tally:
@@ -104,8 +130,7 @@ class Tally:
         if self._settings.on_missing == "raise":
             refuse(batch, measured)
         for one in batch:
-            digest = hashlib.sha256(np.ascontiguousarray(one.frames).data).hexdigest()
-            self._shots.append((one.sample, one.group, one.prompt.metadata, digest))
+            self._shots.append((one.sample, one.group, one.prompt.metadata, digest(one.frames)))
         for name in self._names:
             self._values[name] += measured.values[name]
             self._asked[name] += measured.asked[name]
@@ -120,7 +145,7 @@ class Tally:
         scored = self._scored()
         return Sheet(
             scored=scored,
-            fingerprint=[digest for *_, digest in self._shots],
+            fingerprint=[fingerprint for *_, fingerprint in self._shots],
             metadata=[metadata for _, _, metadata, _ in self._shots],
             metrics=summary(scored) | self._counts(),
         )

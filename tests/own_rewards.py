@@ -1,6 +1,9 @@
 """What a user's own module may hold."""
 
+import os
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,23 @@ def rank(frames: np.ndarray, prompts: Sequence[Prompt]) -> list[int]:
 
 def nonsense(frames: np.ndarray, prompts: Sequence[Prompt]) -> Any:
     return ["good"] * len(frames)
+
+
+def misbehaving(
+    frames: np.ndarray, prompts: Sequence[Prompt], deed: str = "", at: int = -1, mark: str = "", slow: float = 0.0
+) -> Any:
+    """The mean pixel; a batch with a pixel of `at` is treated as `deed` says, once only if `mark` is a file's path."""
+    time.sleep(slow)
+    if (frames == at).any() and not (mark and Path(mark).exists()):
+        if mark:
+            Path(mark).touch()
+        if deed == "hang":
+            time.sleep(3600)
+        elif deed == "die":
+            os._exit(1)
+        elif deed == "raise":
+            raise RuntimeError("the scorer broke")
+    return frames.mean(axis=(1, 2, 3, 4))
 
 
 def odd(table: ScoreColumns, word: str = "odd") -> list[str]:

@@ -184,6 +184,8 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
         (RL, ["train.betas=[0.9,1.0]"], "train.betas: [0.9, 1.0] must both be"),
         (RL, ["train.schedule=cosine"], "train.total_steps: 0 leaves schedule 'cosine' nothing"),
         (RL, ["score.rewards.1.name=shapes"], "score.rewards.1.name: 'shapes' is there twice"),
+        (RL, ["score.stream=true"], "score.stream: true, but score.workers is 0"),
+        (RL, ["score.gpus_per_worker=1"], "score.gpus_per_worker: 1 has no use with score.workers=0"),
         (RL, ["rollout.gpus_per_engine=1"], "rollout.engines: 1 with 1 GPUs each need 1"),
         ("sd35m_flow_grpo_ocr", ["hardware.topology=1x4"], "hardware.topology: '1x4' starts 4 processes a node"),
         ("sd35m_flow_grpo_ocr", ["rollout.engines=9"], "rollout.engines: 9 with 1 GPUs each need 9"),
