@@ -48,6 +48,7 @@ REGISTRY: dict[str, dict[str, str]] = {
         "duplicates": "mdiff_core.filters:Duplicates",
         "score_range": "mdiff_core.filters:ScoreRange",
         "metadata": "mdiff_core.filters:Metadata",
+        "python": "mdiff_core.filters:PythonFilter",
     },
     "loss": {
         "flow_grpo": "mdiff_core.losses.flow_grpo:FlowGRPO",

@@ -25,11 +25,14 @@ class Prompts(Options):
     """What is asked of the model."""
 
     train: str
-    """JSONL (`input`, optional `metadata`) or txt, one prompt a line."""
+    """JSONL (`input`, optional `metadata`; or GenEval's form) or txt, one prompt a line."""
     held_out: str
     """Same form; used by evaluation only."""
     per_round: int = Field(ge=1)
     """Groups per round."""
+    oversample: float = Field(default=1.0, ge=1)
+    """Groups drawn for each group of `per_round`, rounded up, so that enough are left when filters drop some; kept groups beyond
+    `per_round` are not trained, but count in the baseline."""
 
 
 class Sampling(Options):

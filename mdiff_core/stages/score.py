@@ -22,8 +22,14 @@ def run(job: ScoreJob, trajectories: Path, out: Path) -> dict[str, float]:
     sheet, measured = (streamed if job.score.stream else scored_now)(job.score, trajectories)
     judges = [(choice.name, registry.make("filter", choice)) for choice in job.score.filters]
     scored = filters.apply(judges, sheet.scored, fingerprint=sheet.fingerprint, metadata=sheet.metadata)
+    if job.groups:
+        scored = filters.enough(scored, job.groups)
     tables.write_scores(out, scored)
-    return {**sheet.metrics, **_metrics(scored), **{f"score/{name}": value for name, value in measured.items()}}
+    return {
+        **sheet.metrics,
+        **_metrics(scored, job.groups),
+        **{f"score/{name}": value for name, value in measured.items()},
+    }
 
 
 def scored_now(settings: Score, trajectories: Path) -> tuple[scoring.Sheet, dict[str, float]]:
@@ -48,7 +54,7 @@ def streamed(settings: Score, trajectories: Path) -> tuple[scoring.Sheet, dict[s
     return sheet, {}
 
 
-def _metrics(scored: Sequence[Scored]) -> dict[str, float]:
+def _metrics(scored: Sequence[Scored], wanted: int) -> dict[str, float]:
     kept = [row for row in scored if row.kept]
     drops = Counter(row.reason.partition(":")[0] for row in scored if not row.kept)
     counts = {
@@ -57,5 +63,7 @@ def _metrics(scored: Sequence[Scored]) -> dict[str, float]:
         "score/kept_samples": len(kept),
         "score/kept_groups": len({row.group for row in kept}),
     }
+    if wanted:
+        counts["score/short_groups"] = max(0, wanted - int(counts["score/kept_groups"]))
     counts |= {f"score/dropped/{name}": number for name, number in sorted(drops.items())}
     return {name: float(number) for name, number in counts.items()}

@@ -1,8 +1,11 @@
 """Rewards that ask servers: the protocol, and every way in which a real server can misbehave."""
 
+import base64
+import io
 import json
 import math
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from mdiff_core import scoring
 from mdiff_core.errors import BadSetting, MissingReward, PartlyFailed, RewardFailed, RewardUnavailable
@@ -242,3 +246,29 @@ def test_a_judge_that_recovers_is_asked_about_the_failed_sample_only() -> None:
 def test_senseless_settings_are_refused(name: str, options: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         make("reward", Choice(name=name, options=options))
+
+
+def test_the_server_in_the_docs_works() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reward-servers.md").read_text()
+    namespace: dict[str, Any] = {"__name__": "example"}
+    exec(page.partition("```python\n")[2].partition("```")[0], namespace)
+    pixels = base64.b64encode(png_bytes(np.full((4, 4, 3), 51, np.uint8))).decode()
+    assert namespace["score"]({"frames": [pixels]}) == pytest.approx(0.2)
+    http_server = namespace["ThreadingHTTPServer"](("127.0.0.1", 0), namespace["Handler"])
+    namespace["Handler"].log_message = lambda *arguments: None
+    thread = threading.Thread(target=http_server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{http_server.server_address[1]}"
+        found = make("reward", Choice(name="http", options={"url": url}))(frames(3), prompts(3))
+    finally:
+        http_server.shutdown()
+        thread.join()
+        http_server.server_close()
+    assert found == pytest.approx(np.arange(3) * 10 / 255)
+
+
+def png_bytes(frame: np.ndarray) -> bytes:
+    data = io.BytesIO()
+    Image.fromarray(frame).save(data, "PNG")
+    return data.getvalue()

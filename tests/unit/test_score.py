@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mdiff_core import panel, registry, scoring, tables
+from mdiff_core import config, jobs, panel, registry, scoring, tables
 from mdiff_core.contracts import Reward
 from mdiff_core.errors import BadArtifact, BadSetting, MissingReward, PartlyFailed, RewardFailed, RewardUnavailable
 from mdiff_core.jobs import ScoreJob
@@ -301,6 +301,25 @@ def test_filters_run_and_are_counted(run: Any) -> None:
     assert dropped == {"metadata": 4, "no_spread": 4, "duplicates": 1}
     assert (metrics["score/kept_samples"], metrics["score/kept_groups"], metrics["score/groups"]) == (3, 1, 3)
     assert metrics["reward/mean"] == np.mean([0, 1, 2, 3, 4, 4, 6, 7, 9, 9, 9, 9])
+
+
+def test_more_groups_than_wanted_are_drawn_and_the_surplus_is_left_out(tmp_path: Path) -> None:
+    """Five groups for three: one without spread is dropped, and of the four left the last does not train."""
+    found = config.load("shapes_flow_grpo", ["prompts.per_round=3", "prompts.oversample=1.5"])
+    assert jobs.rollout_job(found, 0).prompts_per_round == 5 and jobs.score_job(found).groups == 3
+    assert jobs.score_job(config.load("shapes_flow_grpo")).groups == 0
+    noise = np.random.default_rng(0).integers(0, 256, (20, 1, 8, 8, 3), np.uint8)
+    samples = [replace(sample(i), frames=noise[0 if i < 4 else i]) for i in range(20)]
+    with tables.trajectory_writer(tmp_path / "in") as writer:
+        for row in samples:
+            writer.add(row)
+    settings = Score(rewards=(RewardTerm(name="jpeg_incompressibility"),), filters=(Choice(name="no_spread"),))
+    metrics = score.run(ScoreJob(score=settings, groups=3), tmp_path / "in", tmp_path / "out")
+    scored = tables.read_scores(tmp_path / "out")
+    assert sorted({row.group for row in scored if row.kept}) == ["g1", "g2", "g3"]
+    assert metrics["score/kept_groups"] == 3 and metrics["score/short_groups"] == 0
+    assert metrics["score/dropped/no_spread"] == metrics["score/dropped/surplus"] == 4
+    assert score.run(ScoreJob(score=settings, groups=5), tmp_path / "in", tmp_path / "2")["score/short_groups"] == 1
 
 
 def test_the_batch_size_changes_nothing(run: Any) -> None:
