@@ -1,6 +1,6 @@
 """Every contradiction between settings that can be found without a GPU, before one is asked for."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -23,6 +23,7 @@ def check(config: RunConfig) -> None:
     check_score(config)
     check_train(config)
     check_hardware(config)
+    check_evaluation(config)
     check_prompts(config)
 
 
@@ -35,6 +36,8 @@ def choices(config: RunConfig) -> Iterator[tuple[str, str, Choice]]:
     yield "loss", "loss", config.loss
     for i, term in enumerate(config.score.rewards):
         yield "reward", f"score.rewards.{i}", as_choice(term)
+    for i, term in enumerate(config.evaluate.gold):
+        yield "reward", f"evaluate.gold.{i}", as_choice(term)
     for i, choice in enumerate(config.score.filters):
         yield "filter", f"score.filters.{i}", choice
 
@@ -167,29 +170,56 @@ def check_hardware(config: RunConfig) -> None:
         )
 
 
+def check_evaluation(config: RunConfig) -> None:
+    """Gold rewards that are gold, sets with names of their own, a size that the model takes."""
+    trained = {term.name: i for i, term in enumerate(config.score.rewards)}
+    for i, term in enumerate(config.evaluate.gold):
+        if term.name in trained and term.options == config.score.rewards[trained[term.name]].options:
+            raise BadSetting(
+                f"evaluate.gold.{i}.name: '{term.name}' is trained on (score.rewards.{trained[term.name]}), so it cannot tell whether "
+                "that one is gamed; name a reward that is not"
+            )
+    for path, names in (
+        ("evaluate.gold", [term.name for term in config.evaluate.gold]),
+        ("evaluate.sets", [each.name for each in config.evaluate.sets]),
+    ):
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                raise BadSetting(
+                    f"{path}.{i}.name: '{name}' is there twice; numbers are told apart by it, so use another"
+                )
+    width = config.evaluate.width or config.sampling.width
+    height = config.evaluate.height or config.sampling.height
+    family = registry.make("family", config.model.family)
+    family.check(config.model.path, width=width, height=height, frames=config.sampling.frames)
+
+
 def check_prompts(config: RunConfig) -> None:
-    """Both files, every prompt against every reward."""
-    rewards = {choice.name: registry.make("reward", choice) for slot, _, choice in choices(config) if slot == "reward"}
-    held_out = read_prompts("prompts.held_out", config.prompts.held_out, rewards)
+    """Every file, every prompt against every reward that judges it."""
+    made = {path: registry.make("reward", choice) for slot, path, choice in choices(config) if slot == "reward"}
+    trained = {term.name: made[f"score.rewards.{i}"] for i, term in enumerate(config.score.rewards)}
+    gold = [made[f"evaluate.gold.{i}"] for i in range(len(config.evaluate.gold))]
+    measured = [("prompts.held_out", config.prompts.held_out, "evaluate.prompts", config.evaluate.prompts)]
+    for i, each in enumerate(config.evaluate.sets):
+        measured.append((f"evaluate.sets.{i}.prompts", each.prompts, f"evaluate.sets.{i}.count", each.count))
+    for field, path, count_field, count in measured:
+        found = read_prompts(field, path, trained, gold)
+        if count > len(found):
+            raise BadSetting(f"{count_field}: {count}, and '{path}' has {len(found)} prompts; use {len(found)} at most")
     if config.algorithm == "rl":
-        read_prompts("prompts.train", config.prompts.train, rewards)
-    if config.evaluate.prompts > len(held_out):
-        raise BadSetting(
-            f"evaluate.prompts: {config.evaluate.prompts}, and '{config.prompts.held_out}' has {len(held_out)} prompts; "
-            f"use {len(held_out)} at most"
-        )
+        read_prompts("prompts.train", config.prompts.train, trained)
 
 
-def read_prompts(field: str, path: str, rewards: Mapping[str, Any]) -> list[Prompt]:
-    """The file's prompts, each fit for every reward that judges it."""
+def read_prompts(field: str, path: str, rewards: Mapping[str, Any], gold: Sequence[Any] = ()) -> list[Prompt]:
+    """The file's prompts, each fit for every reward that judges it, and for all of `gold`."""
     try:
         found = prompts.numbered(path)
     except BadSetting as error:
         raise BadSetting(f"{field}: {str(error).removeprefix('prompts: ')}") from None
     for line, prompt in found:
         try:
-            for name in prompts.judges(prompt, tuple(rewards)):
-                rewards[name].check(prompt)
+            for reward in [*(rewards[name] for name in prompts.judges(prompt, tuple(rewards))), *gold]:
+                reward.check(prompt)
         except BadSetting as error:
             raise BadSetting(f"{field}: {path}:{line}: {error}") from None
     return [prompt for _, prompt in found]

@@ -144,11 +144,14 @@ def update_job(config: RunConfig, round: int) -> UpdateJob:
 
 def evaluate_job(config: RunConfig) -> EvaluateJob:
     """The same before and after training, so that pictures compare, and however often it is done."""
+    # the prompts themselves are an input, wherever their files were; the alarm is nobody's who only measures
+    sets = tuple(each.model_copy(update={"prompts": ""}) for each in config.evaluate.sets)
+    told = {"every": 0, "sets": sets, "diversity_floor": 0.0}
     return EvaluateJob(
         model=config.model,
         sampling=config.sampling,
         rollout=config.rollout,
         score=config.score,
-        evaluate=config.evaluate.model_copy(update={"every": 0}),
+        evaluate=config.evaluate.model_copy(update=told),
         seed=config.seed,
     )

@@ -16,6 +16,8 @@ KEYS = ("id", "input", "metadata")
 """Of a JSONL line; only `input` is required, and `id` is there in files that `write` made."""
 
 
+TRAIN, HELD_OUT = "train.jsonl", "held_out.jsonl"
+"""Files of the prompts artifact."""
 REWARDS = "rewards"
 """Metadata field that says which of the recipe's rewards judge a prompt."""
 GENEVAL_TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
@@ -53,6 +55,11 @@ def numbered(path: str | Path) -> list[tuple[int, Prompt]]:
         raise BadSetting(f"prompts: '{path}' has no prompts; write one a line")
     _check_ids([prompt for _, prompt in found], path)
     return found
+
+
+def set_file(name: str) -> str:
+    """File of an evaluation's further set in the prompts artifact."""
+    return f"held_out-{name}.jsonl"
 
 
 def write(path: Path, prompts: Sequence[Prompt]) -> None:

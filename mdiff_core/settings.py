@@ -167,6 +167,17 @@ class Train(Options):
     """Largest |log-prob of trainer - of engine| on the first step of a round before the run stops."""
 
 
+class PromptSet(Options):
+    """Further prompts to evaluate on."""
+
+    name: str = Field(pattern=r"^[a-z0-9_]+$")
+    """What its numbers are called."""
+    prompts: str
+    """A prompt file."""
+    count: int = Field(ge=1)
+    """Prompts taken from its beginning."""
+
+
 class Evaluate(Options):
     """Held-out measurement with fixed seeds and the ode sampler."""
 
@@ -177,7 +188,16 @@ class Evaluate(Options):
     """Samples per prompt."""
     steps: int = Field(ge=1)
     guidance: float = Field(default=1.0, ge=1.0)
+    width: int = Field(default=0, ge=0)
+    """Pixels; 0 takes the rollout's (sampling)."""
+    height: int = Field(default=0, ge=0)
     weights: Literal["live", "ema"] = "live"
+    sets: tuple[PromptSet, ...] = ()
+    """More data sets beside prompts.held_out, each with its own numbers."""
+    gold: tuple[RewardTerm, ...] = ()
+    """Rewards that are never trained on: when the trained one rises and one of these falls, the alarm is raised. Weights have no use."""
+    diversity_floor: float = Field(default=0.5, ge=0, le=1)
+    """Share of the start's diversity within groups below which a rise of the reward raises the alarm."""
 
 
 class Machine(Options):

@@ -19,7 +19,7 @@ def run(job: RolloutJob, prompts: Path, policy: Path, out: Path) -> dict[str, An
 
     EngineFailed when the engines cannot finish, or return something else than was asked for.
     """
-    found = prompt_files.read(prompts / "train.jsonl")
+    found = prompt_files.read(prompts / prompt_files.TRAIN)
     drawn = prompt_files.draw(found, per_round=job.prompts_per_round, round=job.round, seed=job.seed)
     plan = sampling_plan(job)
     wanted = requests(job, drawn, plan)
