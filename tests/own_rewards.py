@@ -18,6 +18,12 @@ def brightness(frames: np.ndarray, prompts: Sequence[Prompt], scale: float = 1.0
     return scale * frames.mean(axis=(1, 2, 3, 4)) / 255
 
 
+def smoothness(frames: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
+    """Minus the mean difference of neighbouring pixels."""
+    across = np.abs(np.diff(frames.astype(np.float64), axis=3)).mean(axis=(1, 2, 3, 4))
+    return -(across + np.abs(np.diff(frames.astype(np.float64), axis=2)).mean(axis=(1, 2, 3, 4)))
+
+
 def rank(frames: np.ndarray, prompts: Sequence[Prompt]) -> list[int]:
     """Place of each sample among its siblings, the darkest first."""
     return np.argsort(np.argsort(frames.mean(axis=(1, 2, 3, 4)), kind="stable")).tolist()
