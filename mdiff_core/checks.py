@@ -126,6 +126,18 @@ def check_score(config: RunConfig) -> None:
             f"score.gpus_per_worker: {score.gpus_per_worker:g} has no use with score.workers=0; set score.workers, or leave it out: "
             "rewards in the stage's own process take its GPU"
         )
+    hardware, engines = config.hardware, config.rollout.engines * config.rollout.gpus_per_engine
+    there, where = float(hardware.score.gpu), "hardware.score.gpu"
+    if score.stream:
+        there, where = (
+            hardware.rollout_workers * hardware.rollout.gpu - engines,
+            "the rollout's workers, engines served",
+        )
+    if score.workers * score.gpus_per_worker > there:
+        raise BadSetting(
+            f"score.workers: {score.workers} with {score.gpus_per_worker:g} GPUs each (score.gpus_per_worker) need "
+            f"{score.workers * score.gpus_per_worker:g}, and there are {there:g} ({where}); use fewer, or ask for more"
+        )
 
 
 def check_train(config: RunConfig) -> None:

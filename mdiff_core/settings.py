@@ -100,7 +100,7 @@ class Score(Options):
     """Processes that score side by side, on Ray; one that hangs or dies is replaced. 0 scores in the stage's own process, where a reward
     that hangs cannot be stopped."""
     gpus_per_worker: float = Field(default=0.0, ge=0)
-    """GPUs Ray reserves for each worker."""
+    """GPUs Ray reserves for each worker; workers with 0 see none. Rewards in the stage's own process take the GPU that is there."""
     timeout_s: float = Field(default=600.0, gt=0)
     """Longest a worker may take over a batch, attempts included, before it counts as hung."""
     stream: bool = False

@@ -144,14 +144,16 @@ class RewardPool:
 
         cpus = len(os.sched_getaffinity(0))
         threads = 1 if self._settings.stream else max(1, cpus // self._settings.workers)
-        allowed = {name: os.environ[name] for name in (ALLOWED,) if name in os.environ}
+        environment = ENVIRONMENT | {name: os.environ[name] for name in (ALLOWED,) if name in os.environ}
+        if not self._settings.gpus_per_worker:
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # else `device: auto` would find the engines' GPUs
         # no CPUs of Ray's count: engines have taken them all, and scoring must go on beside them
         actor = ray.remote(PanelActor).options(
             num_cpus=0,
             num_gpus=self._settings.gpus_per_worker,
             max_restarts=0,
             scheduling_strategy="SPREAD",
-            runtime_env={"env_vars": ENVIRONMENT | allowed},
+            runtime_env={"env_vars": environment},
         )
         made = actor.remote(self._settings.to_json(), threads)
         return _Worker(actor=made, tasks=deque([(made.ready.remote(), None)]), since=time.monotonic())

@@ -186,6 +186,12 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
         (RL, ["score.rewards.1.name=shapes"], "score.rewards.1.name: 'shapes' is there twice"),
         (RL, ["score.stream=true"], "score.stream: true, but score.workers is 0"),
         (RL, ["score.gpus_per_worker=1"], "score.gpus_per_worker: 1 has no use with score.workers=0"),
+        (RL, ["score.workers=2", "score.gpus_per_worker=0.5"], "score.workers: 2 with 0.5 GPUs each"),
+        (
+            "sd35m_flow_grpo_ocr",
+            ["score.workers=1", "score.gpus_per_worker=1", "score.stream=true"],
+            "score.workers: 1 with 1 GPUs each (score.gpus_per_worker) need 1, and there are 0 (the rollout's workers",
+        ),
         (RL, ["rollout.gpus_per_engine=1"], "rollout.engines: 1 with 1 GPUs each need 1"),
         ("sd35m_flow_grpo_ocr", ["hardware.topology=1x4"], "hardware.topology: '1x4' starts 4 processes a node"),
         ("sd35m_flow_grpo_ocr", ["rollout.engines=9"], "rollout.engines: 9 with 1 GPUs each need 9"),
