@@ -14,4 +14,4 @@ COPY mdiff_core mdiff_core
 COPY tasks tasks
 COPY workflows workflows
 COPY assets assets
-RUN python -m mdiff_core.config shapes_flow_grpo > /dev/null && python -c "import flytekit, peft, ray, torch"
+RUN python -m mdiff_core.config shapes_flow_grpo > /dev/null && python -c "import flytekit, peft, rapidocr, ray, torch"

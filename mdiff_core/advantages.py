@@ -49,7 +49,8 @@ def compute(
 
     Exactly 0 where the rewards that a mean or std is taken over are all equal (so also in a group of one), and for
     rows outside the baseline, which are not trained. A non-finite reward raises MissingReward, or with
-    `on_missing="mask"` gives its row 0 and leaves the others to the finite rewards. `combine` is `sum` | `zscore` |
+    `on_missing="mask"` gives its row 0 and leaves the others to the finite rewards; `skip` leaves out that reward alone,
+    for prompts that not all rewards judge. `combine` is `sum` | `zscore` |
     `gdpo` (per-reward advantages, summed; arXiv 2601.05242); `names` (samples, rewards) is for the error message.
     """
     values, weight = columns(rewards, weights)
@@ -63,21 +64,30 @@ def compute(
     advantage = np.zeros(len(values))
     for term, factor in zip(terms.T, factors, strict=True):
         advantage += factor * normalised(term, index, counts & np.isfinite(term), options)
-    advantage[~counts | missing.any(axis=1)] = 0.0
+    lost = missing.all(axis=1) if on_missing == "skip" else missing.any(axis=1)
+    advantage[~counts | lost] = 0.0
     clipped: Floats = np.clip(advantage, -options.clamp, options.clamp)
     return clipped
 
 
-def total(rewards: ArrayLike, weights: Sequence[float] | Floats | None = None, combine: str = "sum") -> Floats:
+def total(
+    rewards: ArrayLike,
+    weights: Sequence[float] | Floats | None = None,
+    combine: str = "sum",
+    asked: Bools | None = None,
+) -> Floats:
     """[N] one number per sample from [N] or [N, R]: weighted raw rewards, or with `zscore` weighted batch z-scores.
 
-    NaN where a component is missing; the others are normalised over the finite ones. `gdpo` has no combined reward
+    NaN where a component is missing; the others are normalised over the finite ones. Components outside `asked` [N, R] do
+    not count. `gdpo` has no combined reward
     of its own, so that its total, for curves and filters, is the weighted sum.
     """
     values, weight = columns(rewards, weights)
     values = np.where(np.isfinite(values), values, np.nan)
     if combine == "zscore":
         values = np.stack([zscore(column) for column in values.T], axis=1)
+    if asked is not None:
+        values = np.where(asked, values, 0.0)
     summed: Floats = (values * weight).sum(axis=1)
     return summed
 

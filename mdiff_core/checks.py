@@ -1,7 +1,7 @@
 """Every contradiction between settings that can be found without a GPU, before one is asked for."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,9 +14,6 @@ from mdiff_core.overrides import sentence
 from mdiff_core.settings import RewardTerm, RunConfig, Sampling
 from mdiff_core.types import Prompt
 
-ANNOUNCED_REWARDS = frozenset({"ocr", "pickscore"})
-"""Rewards that published recipes name before this version has them: such a recipe can be read and checked, not run."""
-
 
 def check(config: RunConfig) -> None:
     """Raise BadSetting for the first contradiction: a sentence with the field, its value and a way out."""
@@ -27,31 +24,24 @@ def check(config: RunConfig) -> None:
     check_policies(config)
     check_sampling(config)
     check_rounds(config)
+    check_score(config)
     check_train(config)
     check_hardware(config)
+    check_evaluation(config)
     check_prompts(config)
 
 
-def check_runnable(config: RunConfig) -> None:
-    """BadSetting when the recipe names a reward that this version only announces."""
-    for i, term in enumerate(config.score.rewards):
-        if term.name not in registry.REGISTRY["reward"]:
-            known = ", ".join(sorted(registry.REGISTRY["reward"]))
-            raise BadSetting(
-                f"score.rewards.{i}.name: '{term.name}' is not part of this version of mdiff; use one of {known}"
-            )
-
-
 def choices(config: RunConfig) -> Iterator[tuple[str, str, Choice]]:
-    """(slot, dotted path, choice) of every plug-in the settings name, but the announced ones."""
+    """(slot, dotted path, choice) of every plug-in the settings name."""
     yield "family", "model.family", config.model.family
     yield "kernel", "sampling.kernel", config.sampling.kernel
     yield "window", "sampling.window", config.sampling.window
     yield "engine", "rollout.engine", config.rollout.engine
     yield "loss", "loss", config.loss
     for i, term in enumerate(config.score.rewards):
-        if term.name not in ANNOUNCED_REWARDS or term.name in registry.REGISTRY["reward"]:
-            yield "reward", f"score.rewards.{i}", as_choice(term)
+        yield "reward", f"score.rewards.{i}", as_choice(term)
+    for i, term in enumerate(config.evaluate.gold):
+        yield "reward", f"evaluate.gold.{i}", as_choice(term)
     for i, choice in enumerate(config.score.filters):
         yield "filter", f"score.filters.{i}", choice
 
@@ -203,10 +193,36 @@ def check_rounds(config: RunConfig) -> None:
         raise BadSetting(
             f"train.updates_per_round: {updates} optimizer steps cannot share {groups} groups (prompts.per_round); use {groups} at most"
         )
-    names = [term.name for term in config.score.rewards]
+
+
+def check_score(config: RunConfig) -> None:
+    """Rewards by name once, and where they run."""
+    score = config.score
+    names = [term.name for term in score.rewards]
     for i, name in enumerate(names):
         if name in names[:i]:
             raise BadSetting(f"score.rewards.{i}.name: '{name}' is there twice; give it once, with the weights added")
+    if score.stream and not score.workers:
+        raise BadSetting(
+            "score.stream: true, but score.workers is 0, so nobody could score beside the engines; set score.workers=1 or more"
+        )
+    if score.gpus_per_worker and not score.workers:
+        raise BadSetting(
+            f"score.gpus_per_worker: {score.gpus_per_worker:g} has no use with score.workers=0; set score.workers, or leave it out: "
+            "rewards in the stage's own process take its GPU"
+        )
+    hardware, engines = config.hardware, config.rollout.engines * config.rollout.gpus_per_engine
+    there, where = float(hardware.score.gpu), "hardware.score.gpu"
+    if score.stream:
+        there, where = (
+            hardware.rollout_workers * hardware.rollout.gpu - engines,
+            "the rollout's workers, engines served",
+        )
+    if score.workers * score.gpus_per_worker > there:
+        raise BadSetting(
+            f"score.workers: {score.workers} with {score.gpus_per_worker:g} GPUs each (score.gpus_per_worker) need "
+            f"{score.workers * score.gpus_per_worker:g}, and there are {there:g} ({where}); use fewer, or ask for more"
+        )
 
 
 def check_train(config: RunConfig) -> None:
@@ -247,26 +263,56 @@ def check_hardware(config: RunConfig) -> None:
         )
 
 
+def check_evaluation(config: RunConfig) -> None:
+    """Gold rewards that are gold, sets with names of their own, a size that the model takes."""
+    trained = {term.name: i for i, term in enumerate(config.score.rewards)}
+    for i, term in enumerate(config.evaluate.gold):
+        if term.name in trained and term.options == config.score.rewards[trained[term.name]].options:
+            raise BadSetting(
+                f"evaluate.gold.{i}.name: '{term.name}' is trained on (score.rewards.{trained[term.name]}), so it cannot tell whether "
+                "that one is gamed; name a reward that is not"
+            )
+    for path, names in (
+        ("evaluate.gold", [term.name for term in config.evaluate.gold]),
+        ("evaluate.sets", [each.name for each in config.evaluate.sets]),
+    ):
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                raise BadSetting(
+                    f"{path}.{i}.name: '{name}' is there twice; numbers are told apart by it, so use another"
+                )
+    width = config.evaluate.width or config.sampling.width
+    height = config.evaluate.height or config.sampling.height
+    family = registry.make("family", config.model.family)
+    family.check(config.model.path, width=width, height=height, frames=config.sampling.frames)
+
+
 def check_prompts(config: RunConfig) -> None:
-    """Both files, every prompt against every reward."""
-    rewards = [(path, registry.make("reward", choice)) for slot, path, choice in choices(config) if slot == "reward"]
-    held_out = read_prompts("prompts.held_out", config.prompts.held_out, rewards)
+    """Every file, every prompt against every reward that judges it."""
+    made = {path: registry.make("reward", choice) for slot, path, choice in choices(config) if slot == "reward"}
+    trained = {term.name: made[f"score.rewards.{i}"] for i, term in enumerate(config.score.rewards)}
+    gold = [made[f"evaluate.gold.{i}"] for i in range(len(config.evaluate.gold))]
+    measured = [("prompts.held_out", config.prompts.held_out, "evaluate.prompts", config.evaluate.prompts)]
+    for i, each in enumerate(config.evaluate.sets):
+        measured.append((f"evaluate.sets.{i}.prompts", each.prompts, f"evaluate.sets.{i}.count", each.count))
+    for field, path, count_field, count in measured:
+        found = read_prompts(field, path, trained, gold)
+        if count > len(found):
+            raise BadSetting(f"{count_field}: {count}, and '{path}' has {len(found)} prompts; use {len(found)} at most")
     if config.algorithm == "rl":
-        read_prompts("prompts.train", config.prompts.train, rewards)
-    if config.evaluate.prompts > len(held_out):
-        raise BadSetting(
-            f"evaluate.prompts: {config.evaluate.prompts}, and '{config.prompts.held_out}' has {len(held_out)} prompts; "
-            f"use {len(held_out)} at most"
-        )
+        read_prompts("prompts.train", config.prompts.train, trained)
 
 
-def read_prompts(field: str, path: str, rewards: Sequence[tuple[str, Any]]) -> list[Prompt]:
-    """The file's prompts, each fit for every reward."""
+def read_prompts(field: str, path: str, rewards: Mapping[str, Any], gold: Sequence[Any] = ()) -> list[Prompt]:
+    """The file's prompts, each fit for every reward that judges it, and for all of `gold`."""
     try:
-        found = prompts.read(path)
-        for _, reward in rewards:
-            for prompt in found:
-                reward.check(prompt)
+        found = prompts.numbered(path)
     except BadSetting as error:
         raise BadSetting(f"{field}: {str(error).removeprefix('prompts: ')}") from None
-    return found
+    for line, prompt in found:
+        try:
+            for reward in [*(rewards[name] for name in prompts.judges(prompt, tuple(rewards))), *gold]:
+                reward.check(prompt)
+        except BadSetting as error:
+            raise BadSetting(f"{field}: {path}:{line}: {error}") from None
+    return [prompt for _, prompt in found]

@@ -155,9 +155,14 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Reward(Protocol):
-    """Scores finished samples; one finite float per sample, order- and batch-independent."""
+    """Scores finished samples; one finite float per sample, whatever their order and, unless groupwise, whatever the batch."""
 
     Options: ClassVar[type[Options]]
+
+    @property
+    def groupwise(self) -> bool:
+        """Whether a sample's score depends on its group: then each call holds one whole group and nothing else."""
+        ...
 
     def check(self, prompt: Prompt) -> None:
         """Raise BadSetting when the prompt lacks what this reward needs (metadata), before anything is generated."""

@@ -1,5 +1,7 @@
 """Errors a person can act on. Every message names the field, the value and the way out."""
 
+from collections.abc import Sequence
+
 
 class MdiffError(Exception):
     """Base of the errors that mdiff raises on purpose."""
@@ -23,6 +25,30 @@ class EngineFailed(MdiffError, RuntimeError):
 
 class RewardFailed(MdiffError, RuntimeError):
     """A reward raised or returned something that is not one finite score per sample."""
+
+
+class RewardUnavailable(RewardFailed):
+    """A reward's server or process is down, slow or busy: no sample is at fault, and asking again later may help."""
+
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+        """`retry_after` is how many seconds the other side asked to be left alone."""
+        super().__init__(message)
+        self.retry_after = retry_after
+
+    def __reduce__(self) -> tuple[type, tuple[str, float]]:
+        return type(self), (str(self), self.retry_after)
+
+
+class PartlyFailed(RewardFailed):
+    """Some samples of a batch got no score; the others' stand."""
+
+    def __init__(self, values: Sequence[float], reasons: Sequence[str], retry_after: float = 0.0) -> None:
+        """One value and reason a sample: NaN and why, or the score and nothing."""
+        super().__init__(next((reason for reason in reasons if reason), "no reason given"))
+        self.values, self.reasons, self.retry_after = list(values), list(reasons), retry_after
+
+    def __reduce__(self) -> tuple[type, tuple[list[float], list[str], float]]:
+        return type(self), (self.values, self.reasons, self.retry_after)
 
 
 class MissingReward(MdiffError, ValueError):

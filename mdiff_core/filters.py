@@ -8,7 +8,9 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, JsonValue, model_validator
 
+from mdiff_core import own_code
 from mdiff_core.contracts import Filter, ScoreColumns
+from mdiff_core.errors import BadSetting
 from mdiff_core.options import Options
 from mdiff_core.types import Scored
 
@@ -38,6 +40,13 @@ def apply(
             if why and verdicts[i].kept:
                 verdicts[i] = replace(verdicts[i], kept=False, in_baseline=judge.in_baseline, reason=f"{name}: {why}")
     return verdicts
+
+
+def enough(scored: Sequence[Scored], groups: int) -> list[Scored]:
+    """Leave the kept groups beyond the first `groups` by id out of training: they were drawn in case filters dropped others."""
+    kept = sorted({row.group for row in scored if row.kept})
+    surplus, why = set(kept[groups:]), f"surplus: {groups} groups are enough (prompts.per_round)"
+    return [replace(row, kept=False, reason=why) if row.kept and row.group in surplus else row for row in scored]
 
 
 def rows_by(keys: Iterable[Hashable]) -> list[list[int]]:
@@ -209,3 +218,36 @@ class Metadata:
             value == wanted and isinstance(value, bool) == isinstance(wanted, bool) for wanted in self.options.values
         )
         return "" if kept else f"metadata field '{key}' is {value!r}"
+
+
+class PythonFilterOptions(Options):
+    """Which function."""
+
+    function: str
+    """module:function, called as f(table, **arguments) with ScoreColumns; returns one reason a sample, empty to keep it. The module must
+    be allowed by the environment variable MDIFF_MODULES."""
+    arguments: dict[str, JsonValue] = Field(default={})
+    """Keyword arguments of the function."""
+    in_baseline: bool = False
+    """Whether the dropped ones still count in the mean and std."""
+
+
+class PythonFilter:
+    """Drops what a function of yours drops."""
+
+    Options = PythonFilterOptions
+
+    def __init__(self, options: PythonFilterOptions) -> None:
+        self.options = options
+        self.in_baseline = options.in_baseline
+
+    def __call__(self, table: ScoreColumns) -> list[str]:
+        """What the function says; BadSetting when that is not one text a sample."""
+        found = own_code.function(self.options.function)(table, **self.options.arguments)
+        if not isinstance(found, list | tuple) or len(found) != len(table.sample):
+            raise BadSetting(
+                f"score.filters: {self.options.function} must return a list of {len(table.sample)} reasons, and returned {str(found)[:60]}"
+            )
+        if not all(isinstance(why, str) for why in found):
+            raise BadSetting(f"score.filters: {self.options.function} must return texts, empty to keep a sample")
+        return list(found)

@@ -1,7 +1,7 @@
 """From requests to checked trajectories on disk: what rollout and evaluation share."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -20,13 +20,19 @@ from mdiff_core.types import PolicyVersion, Request, Trajectory
 
 
 def generate(
-    requests: Sequence[Request], rollout: Rollout, model: Model, policy: Path, out: Path, weights: Weights = "live"
+    requests: Sequence[Request],
+    rollout: Rollout,
+    model: Model,
+    policy: Path,
+    out: Path,
+    weights: Weights = "live",
+    seen: Callable[[Trajectory], object] = lambda trajectory: None,
 ) -> dict[str, Any]:
     """Writes `trajectories` and `conditions` of all requests, which share one plan; what the engines measured.
 
     A policy that does not hold such `weights` (the first of a run) is drawn from with its live ones; the metrics say so.
-    EngineFailed when engines cannot finish or return something else than was asked for; BadArtifact for a policy of
-    another base.
+    `seen` gets each sample as it is written, while the engines go on. EngineFailed when engines cannot finish or return
+    something else than was asked for; BadArtifact for a policy of another base.
     """
     family, plan = registry.make("family", model.family), requests[0].plan
     opened = policies.open_policy(policy, verify=False)  # the fleet verifies
@@ -47,6 +53,7 @@ def generate(
             for trajectory in trajectories:
                 inspector.check(trajectory)
                 rows.add(trajectory)
+                seen(trajectory)
         inspector.finish()
     return fleet.metrics | {"policy": opened.version, "weights": weights, "weights_checksum": checksum}
 

@@ -62,3 +62,56 @@ def copy_without(model: str, out: Path, part: str) -> None:
 def save(part: Any, folder: Path) -> None:
     """Write a part of a model, its weights as safetensors."""
     part.save_pretrained(folder, safe_serialization=True)
+
+
+def weights(where: str) -> dict[str, torch.Tensor]:
+    """Tensors of one file by name, on the CPU: a path, or owner/name/file on the hub; safetensors, or a checkpoint of torch.
+
+    BadSetting when there is no such file, or when it holds more than tensors, which would have to be unpickled.
+    """
+    from pickle import UnpicklingError
+
+    from safetensors.torch import load_file
+
+    path = file(where)
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (UnpicklingError, RuntimeError, EOFError) as error:
+        raise BadSetting(
+            f"'{where}': not a checkpoint of tensors alone ({str(error).splitlines()[0]}); save its tensors as safetensors"
+        ) from error
+    found = found.get("state_dict", found) if isinstance(found, dict) else found
+    if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+        raise BadSetting(f"'{where}': holds no tensors by name; save a state dict")
+    return found
+
+
+def file(where: str) -> Path:
+    """The file on this machine: a path, or owner/name/file on the hub; BadSetting when there is none."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+
+    if Path(where).is_file():
+        return Path(where)
+    owner, _, rest = where.partition("/")
+    name, _, inside = rest.partition("/")
+    if not inside or owner.startswith((".", "~")) or not owner:
+        raise BadSetting(f"'{where}': no such file, and not one on the hub; give a path or owner/name/file")
+    try:
+        return Path(hf_hub_download(f"{owner}/{name}", inside))
+    except (EntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
+        raise BadSetting(
+            f"'{where}': no such file here, and the hub did not give it ({str(error).splitlines()[0]}); give a path or a token"
+        ) from error
+
+
+def open_model(kind: Any, model: str, **asked: Any) -> Any:
+    """`kind.from_pretrained` of a folder or hub id; BadSetting when there is none. Code of the model's own never runs."""
+    try:
+        return kind.from_pretrained(model, **asked)
+    except (OSError, ValueError) as error:
+        raise BadSetting(
+            f"'{model}': cannot be opened as {kind.__name__} ({str(error).strip().splitlines()[0]}); give a folder or hub id that can"
+        ) from error

@@ -1,5 +1,7 @@
 """Each stage's part of the RunConfig, and nothing more: what is in a job is what its cache key sees."""
 
+from math import ceil
+
 from mdiff_core.options import Choice, Options
 from mdiff_core.settings import Advantage, Data, Evaluate, Model, Rollout, RunConfig, Sampling, Score, Train
 
@@ -11,6 +13,8 @@ class RolloutJob(Options):
     sampling: Sampling
     rollout: Rollout
     prompts_per_round: int
+    score: Score | None = None
+    """Given when samples are scored as they are drawn."""
     seed: int
     round: int
 
@@ -19,6 +23,8 @@ class ScoreJob(Options):
     """Score and filter one round's trajectories."""
 
     score: Score
+    groups: int = 0
+    """Groups that may train when more were drawn; 0 lets all that the filters keep."""
 
 
 class PairJob(Options):
@@ -79,15 +85,22 @@ def rollout_job(config: RunConfig, round: int) -> RolloutJob:
         model=config.model,
         sampling=config.sampling,
         rollout=config.rollout,
-        prompts_per_round=config.prompts.per_round,
+        prompts_per_round=groups_drawn(config),
+        score=config.score if config.score.stream else None,
         seed=config.seed,
         round=round,
     )
 
 
+def groups_drawn(config: RunConfig) -> int:
+    """Groups that a rollout draws."""
+    return ceil(config.prompts.per_round * config.prompts.oversample)
+
+
 def score_job(config: RunConfig) -> ScoreJob:
     """The same for every round."""
-    return ScoreJob(score=config.score)
+    wanted = config.prompts.per_round
+    return ScoreJob(score=config.score, groups=wanted if groups_drawn(config) > wanted else 0)
 
 
 def pair_job(config: RunConfig, round: int, rows: str) -> PairJob:
@@ -133,11 +146,14 @@ def update_job(config: RunConfig, round: int) -> UpdateJob:
 
 def evaluate_job(config: RunConfig) -> EvaluateJob:
     """The same before and after training, so that pictures compare, and however often it is done."""
+    # the prompts themselves are an input, wherever their files were; the alarm is nobody's who only measures
+    sets = tuple(each.model_copy(update={"prompts": ""}) for each in config.evaluate.sets)
+    told = {"every": 0, "sets": sets, "diversity_floor": 0.0}
     return EvaluateJob(
         model=config.model,
         sampling=config.sampling,
         rollout=config.rollout,
         score=config.score,
-        evaluate=config.evaluate.model_copy(update={"every": 0}),
+        evaluate=config.evaluate.model_copy(update=told),
         seed=config.seed,
     )

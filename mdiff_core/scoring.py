@@ -1,21 +1,40 @@
-"""Rewards over finished samples: batches in, one `Scored` per sample out."""
+"""Rewards over finished samples: batches in, one `Scored` per sample out, and what to do about scores that are missing."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from mdiff_core import advantages, registry
-from mdiff_core.contracts import Reward
-from mdiff_core.errors import BadSetting, MissingReward, RewardFailed
-from mdiff_core.options import Choice
+from mdiff_core import advantages
+from mdiff_core.errors import BadArtifact, BadSetting, MissingReward, RewardFailed, RewardUnavailable
+from mdiff_core.panel import Panel
 from mdiff_core.settings import Score
-from mdiff_core.types import Scored, Trajectory
+from mdiff_core.types import Measured, Scored, Shot, Trajectory
 
 WAY_OUT = "repair the reward, or set score.on_missing=mask to train without such samples"
+
+
+class Measurer(Protocol):
+    """Scores batches, here or elsewhere; batches come back in their order."""
+
+    def stream(self, batches: Iterable[Sequence[Shot]]) -> Iterator[tuple[Sequence[Shot], Measured]]:
+        """Each batch with what the rewards said of it."""
+        ...
+
+
+class Here:
+    """The rewards in this process, one batch after another."""
+
+    def __init__(self, settings: Score) -> None:
+        self._panel = Panel(settings)
+
+    def stream(self, batches: Iterable[Sequence[Shot]]) -> Iterator[tuple[Sequence[Shot], Measured]]:
+        """Each batch with what the rewards said of it."""
+        for batch in batches:
+            yield batch, self._panel.measure(batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,110 +46,179 @@ class Sheet:
     """Digest of each sample's frames."""
     metadata: Sequence[Mapping[str, Any]]
     """Of each sample's prompt."""
+    metrics: Mapping[str, float]
+    """`reward/*` of these samples."""
 
 
-def score(samples: Iterable[Trajectory], settings: Score) -> Sheet:
+def score(samples: Iterable[Trajectory], settings: Score, measurer: Measurer | None = None) -> Sheet:
     """Every reward of every sample, and their combination; frames are held `settings.batch` samples at a time.
 
-    A reward fails a sample by raising RewardFailed or by a number that is not finite. With `on_missing="raise"`
-    that is a MissingReward; with `mask` the sample's total is NaN, `error` says why, and it neither trains nor
-    counts in the baseline.
+    A reward fails a sample by raising or by a number that is not finite, and is asked again. What fails at last is, with
+    `on_missing="raise"`, a MissingReward, or RewardUnavailable where a server is at fault; with `mask` the sample's total is
+    NaN, `error` says why, and it neither trains nor counts in the baseline. RewardFailed when a reward says nothing any more.
     """
-    rewards: dict[str, Reward] = {
-        term.name: registry.make("reward", Choice(name=term.name, options=term.options)) for term in settings.rewards
-    }
-    ids: list[tuple[str, str]] = []
-    fingerprint: list[str] = []
-    metadata: list[Mapping[str, Any]] = []
-    values: dict[str, list[float]] = {name: [] for name in rewards}
-    errors: list[str] = []
-    for batch in _batched(samples, settings.batch):
-        ids += [(sample.sample, sample.group) for sample in batch]
-        fingerprint += [hashlib.sha256(np.ascontiguousarray(sample.frames).data).hexdigest() for sample in batch]
-        metadata += [sample.prompt.metadata for sample in batch]
-        whys = [""] * len(batch)
-        for name, reward in rewards.items():
-            found, failures = _measure(name, reward, batch, settings.on_missing)
-            values[name] += found
-            whys = ["; ".join(filter(None, pair)) for pair in zip(whys, failures, strict=True)]
-        errors += whys
-    if not ids:
-        raise BadSetting("score: no samples to score; run the rollout that makes them first")
-    return Sheet(scored=_scored(ids, values, errors, settings), fingerprint=fingerprint, metadata=metadata)
+    tally = Tally(settings)
+    for batch, measured in (measurer or Here(settings)).stream(cut(map(shot, samples), settings)):
+        tally.add(batch, measured)
+    return tally.sheet()
 
 
-def metrics(scored: Sequence[Scored]) -> dict[str, float]:
+def shot(trajectory: Trajectory) -> Shot:
+    """What the rewards see of it."""
+    return Shot(sample=trajectory.sample, group=trajectory.group, prompt=trajectory.prompt, frames=trajectory.frames)
+
+
+def digest(frames: np.ndarray) -> str:
+    """sha256 of the pixels."""
+    return hashlib.sha256(np.ascontiguousarray(frames).data).hexdigest()
+
+
+class Batches:
+    """Cuts a stream of samples into batches of `settings.batch`; where a reward compares a group's samples, of whole groups and at
+    least as many."""
+
+    def __init__(self, settings: Score) -> None:
+        self._size = settings.batch
+        self._whole = any(reward.groupwise for reward in Panel(settings).rewards.values())
+        self._batch: list[Shot] = []
+        self._groups, self._last = set[str](), ""
+
+    def add(self, one: Shot) -> list[Shot]:
+        """The batch that ends before this sample, or nothing; BadArtifact when a group that must be whole is in pieces."""
+        together = one.group == self._last
+        if self._whole and one.group in self._groups and not together:
+            raise BadArtifact(f"trajectories: group '{one.group}' is not in one piece; run the rollout again")
+        full = len(self._batch) >= self._size and not (self._whole and together)
+        done = self.rest() if full else []
+        self._groups.add(one.group)
+        self._last = one.group
+        self._batch.append(one)
+        return done
+
+    def rest(self) -> list[Shot]:
+        """What is left."""
+        done, self._batch = self._batch, []
+        return done
+
+
+def cut(shots: Iterable[Shot], settings: Score) -> Iterator[list[Shot]]:
+    """All batches of a stream."""
+    batches = Batches(settings)
+    for one in shots:
+        if done := batches.add(one):
+            yield done
+    if done := batches.rest():
+        yield done
+
+
+class Tally:
+    """Collects what the rewards said, batch by batch, and stops when it is hopeless."""
+
+    def __init__(self, settings: Score) -> None:
+        self._settings = settings
+        self._names = [term.name for term in settings.rewards]
+        self._shots: list[tuple[str, str, Mapping[str, Any], str]] = []
+        self._values: dict[str, list[float]] = {name: [] for name in self._names}
+        self._asked: dict[str, list[bool]] = {name: [] for name in self._names}
+        self._reasons: dict[str, list[str]] = {name: [] for name in self._names}
+        self._silent, self._retries = Counter[str](), Counter[str]()
+        self._seconds = 0.0
+
+    def add(self, batch: Sequence[Shot], measured: Measured) -> None:
+        """Take a batch's scores; see `score` for what it raises."""
+        self._break(measured)
+        if self._settings.on_missing == "raise":
+            refuse(batch, measured)
+        for one in batch:
+            self._shots.append((one.sample, one.group, one.prompt.metadata, digest(one.frames)))
+        for name in self._names:
+            self._values[name] += measured.values[name]
+            self._asked[name] += measured.asked[name]
+            self._reasons[name] += measured.reasons[name]
+        self._retries.update(measured.retries)
+        self._seconds += measured.seconds
+
+    def sheet(self) -> Sheet:
+        """All that was added; BadSetting when nothing was."""
+        if not self._shots:
+            raise BadSetting("score: no samples to score; run the rollout that makes them first")
+        scored = self._scored()
+        return Sheet(
+            scored=scored,
+            fingerprint=[fingerprint for *_, fingerprint in self._shots],
+            metadata=[metadata for _, _, metadata, _ in self._shots],
+            metrics=summary(scored) | self._counts(),
+        )
+
+    def _break(self, measured: Measured) -> None:
+        """Count batches from which a reward got nothing; RewardFailed at the limit."""
+        for name in self._names:
+            failed = [
+                reason for reason, asked in zip(measured.reasons[name], measured.asked[name], strict=True) if asked
+            ]
+            if not failed:
+                continue
+            self._silent[name] = self._silent[name] + 1 if all(failed) else 0
+            if self._settings.breaker and self._silent[name] >= self._settings.breaker:
+                kind = RewardUnavailable if name in measured.unavailable else RewardFailed
+                raise kind(
+                    f"reward '{name}' gave no score in {self._silent[name]} batches in a row, so the round stops early "
+                    f"(score.breaker); the last reason: {failed[-1]}"
+                )
+
+    def _counts(self) -> dict[str, float]:
+        failed = {name: sum(map(bool, reasons)) for name, reasons in self._reasons.items()}
+        counts = {f"reward/{name}/missing": float(number) for name, number in failed.items() if number}
+        again = {f"reward/{name}/retries": float(number) for name, number in self._retries.items() if number}
+        return counts | again | {"reward/seconds": self._seconds}
+
+    def _scored(self) -> list[Scored]:
+        table = np.array([self._values[name] for name in self._names], np.float64).T
+        asked = np.array([self._asked[name] for name in self._names]).T
+        weights = [term.weight for term in self._settings.rewards]
+        totals = advantages.total(table, weights, self._settings.combine, asked)
+        whys = [
+            "; ".join(f"{name}: {reason}" for name, reason in zip(self._names, reasons, strict=True) if reason)
+            for reasons in zip(*self._reasons.values(), strict=True)
+        ]
+        return [
+            Scored(
+                sample=sample,
+                group=group,
+                rewards=dict(zip(self._names, row.tolist(), strict=True)),
+                total=float(total),
+                error=error,
+                kept=not error,
+                in_baseline=not error,
+                reason=f"missing: {error}" if error else "",
+            )
+            for (sample, group, _, _), row, total, error in zip(self._shots, table, totals, whys, strict=True)
+        ]
+
+
+def refuse(batch: Sequence[Shot], measured: Measured) -> None:
+    """MissingReward, or RewardUnavailable, for the first score that a batch lacks."""
+    for name, reasons in measured.reasons.items():
+        lacking = [(one.sample, reason) for one, reason in zip(batch, reasons, strict=True) if reason]
+        if lacking:
+            (sample, reason), others = lacking[0], f" and {len(lacking) - 1} others" if len(lacking) > 1 else ""
+            message = f"sample '{sample}'{others}: reward {name}: {reason}; {WAY_OUT}"
+            raise RewardUnavailable(message) if name in measured.unavailable else MissingReward(message)
+
+
+def summary(scored: Sequence[Scored]) -> dict[str, float]:
     """Mean and std of the total and mean of each reward, over all samples that have them; how many lack one."""
-    found = {f"reward/{name}/mean": _finite([row.rewards[name] for row in scored]) for name in scored[0].rewards}
-    total = _finite([row.total for row in scored])
-    summary = {name: float(values.mean()) for name, values in found.items() if values.size}
+    found = {f"reward/{name}/mean": finite([row.rewards[name] for row in scored]) for name in scored[0].rewards}
+    total = finite([row.total for row in scored])
+    means = {name: float(values.mean()) for name, values in found.items() if values.size}
     if total.size:
-        summary |= {"reward/mean": float(total.mean()), "reward/std": float(total.std())}
-        summary |= {"reward/min": float(total.min()), "reward/max": float(total.max())}
-    return summary | {"reward/missing": float(len(scored) - total.size)}
+        means |= {"reward/mean": float(total.mean()), "reward/std": float(total.std())}
+        means |= {"reward/min": float(total.min()), "reward/max": float(total.max())}
+    return means | {"reward/missing": float(len(scored) - total.size)}
 
 
-def _finite(values: Sequence[float]) -> np.ndarray:
+def finite(values: Sequence[float]) -> np.ndarray:
+    """Those that are finite, float64."""
     array = np.array(values, np.float64)
-    finite: np.ndarray = array[np.isfinite(array)]
-    return finite
-
-
-def _batched(samples: Iterable[Trajectory], size: int) -> Iterator[list[Trajectory]]:
-    stream = iter(samples)
-    while batch := list(islice(stream, size)):
-        yield batch
-
-
-def _measure(name: str, reward: Reward, batch: Sequence[Trajectory], missing: str) -> tuple[list[float], list[str]]:
-    """The reward of each sample, NaN where it failed, and why."""
-    try:
-        values = reward(np.stack([sample.frames for sample in batch]), [sample.prompt for sample in batch])
-    except RewardFailed as error:
-        if missing == "raise":
-            first, last = batch[0].sample, batch[-1].sample
-            raise RewardFailed(
-                f"reward '{name}' failed on samples '{first}' to '{last}': {error}; {WAY_OUT}"
-            ) from error
-        if len(batch) == 1:
-            return [np.nan], [f"{name}: {error}"]
-        # one broken sample must not cost the others theirs
-        alone = [_measure(name, reward, [sample], missing) for sample in batch]
-        return [value for values, _ in alone for value in values], [why for _, whys in alone for why in whys]
-    numbers = _numbers(name, values, len(batch))
-    whys = ["" if np.isfinite(value) else f"{name}: {value} is not a finite number" for value in numbers]
-    for sample, why in zip(batch, whys, strict=True):
-        if why and missing == "raise":
-            raise MissingReward(f"sample '{sample.sample}': reward {why}; {WAY_OUT}")
-    return [value if np.isfinite(value) else np.nan for value in numbers], whys
-
-
-def _numbers(name: str, values: np.ndarray, samples: int) -> list[float]:
-    values = np.asarray(values)
-    if values.shape != (samples,) or values.dtype.kind not in "fiub":
-        raise RewardFailed(
-            f"reward '{name}' returned {values.dtype} {values.shape} for {samples} samples; it must return one number each"
-        )
-    numbers: list[float] = values.astype(np.float64).tolist()
-    return numbers
-
-
-def _scored(
-    ids: Sequence[tuple[str, str]], values: Mapping[str, Sequence[float]], errors: Sequence[str], settings: Score
-) -> list[Scored]:
-    names, weights = list(values), [term.weight for term in settings.rewards]
-    table = np.array([values[name] for name in names], np.float64).T
-    totals = advantages.total(table, weights, settings.combine)
-    return [
-        Scored(
-            sample=sample,
-            group=group,
-            rewards=dict(zip(names, row.tolist(), strict=True)),
-            total=float(total),
-            error=error,
-            kept=not error,
-            in_baseline=not error,
-            reason=f"missing: {error}" if error else "",
-        )
-        for (sample, group), row, total, error in zip(ids, table, totals, errors, strict=True)
-    ]
+    found: np.ndarray = array[np.isfinite(array)]
+    return found

@@ -25,11 +25,14 @@ class Prompts(Options):
     """What is asked of the model."""
 
     train: str
-    """JSONL (`input`, optional `metadata`) or txt, one prompt a line."""
+    """JSONL (`input`, optional `metadata`; or GenEval's form) or txt, one prompt a line."""
     held_out: str
     """Same form; used by evaluation only."""
     per_round: int = Field(ge=1)
     """Groups per round."""
+    oversample: float = Field(default=1.0, ge=1)
+    """Groups drawn for each group of `per_round`, rounded up, so that enough are left when filters drop some; kept groups beyond
+    `per_round` are not trained, but count in the baseline."""
 
 
 class Sampling(Options):
@@ -86,9 +89,24 @@ class Score(Options):
     combine: Literal["sum", "zscore", "gdpo"] = "sum"
     """sum: weighted raw values; zscore: each normalised over the batch first; gdpo: group advantages per reward, then summed."""
     on_missing: Literal["raise", "mask"] = "raise"
-    """What a missing or non-finite reward does."""
+    """What a missing or non-finite reward does, once `attempts` are used up: stop the stage, or leave the sample out."""
     batch: int = Field(default=64, ge=1)
     """Samples scored at once."""
+    attempts: int = Field(default=3, ge=1)
+    """Times a reward is asked about a sample that it fails on."""
+    backoff_s: float = Field(default=1.0, ge=0)
+    """Pause before the second attempt; doubled for each further one, and longer when a server asks for it."""
+    breaker: int = Field(default=3, ge=0)
+    """Batches in a row without any score from a reward after which the stage stops, whatever `on_missing` says; 0 never."""
+    workers: int = Field(default=0, ge=0)
+    """Processes that score side by side, on Ray; one that hangs or dies is replaced. 0 scores in the stage's own process, where a reward
+    that hangs cannot be stopped."""
+    gpus_per_worker: float = Field(default=0.0, ge=0)
+    """GPUs Ray reserves for each worker; workers with 0 see none. Rewards in the stage's own process take the GPU that is there."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Longest a worker may take over a batch, attempts included, before it counts as hung."""
+    stream: bool = False
+    """Score during the rollout, on its Ray cluster, as samples come; needs workers."""
     filters: tuple[Choice, ...] = ()
 
 
@@ -167,6 +185,17 @@ class Train(Options):
     """Largest |log-prob of trainer - of engine| on the first step of a round before the run stops."""
 
 
+class PromptSet(Options):
+    """Further prompts to evaluate on."""
+
+    name: str = Field(pattern=r"^[a-z0-9_]+$")
+    """What its numbers are called."""
+    prompts: str
+    """A prompt file."""
+    count: int = Field(ge=1)
+    """Prompts taken from its beginning."""
+
+
 class Evaluate(Options):
     """Held-out measurement with fixed seeds and the ode sampler."""
 
@@ -177,8 +206,17 @@ class Evaluate(Options):
     """Samples per prompt."""
     steps: int = Field(ge=1)
     guidance: float = Field(default=1.0, ge=1.0)
+    width: int = Field(default=0, ge=0)
+    """Pixels; 0 takes the rollout's (sampling)."""
+    height: int = Field(default=0, ge=0)
     weights: Literal["live", "ema", "old"] = "live"
     """Which of the policy's weights are measured."""
+    sets: tuple[PromptSet, ...] = ()
+    """More data sets beside prompts.held_out, each with its own numbers."""
+    gold: tuple[RewardTerm, ...] = ()
+    """Rewards that are never trained on: when the trained one rises and one of these falls, the alarm is raised. Weights have no use."""
+    diversity_floor: float = Field(default=0.5, ge=0, le=1)
+    """Share of the start's diversity within groups below which a rise of the reward raises the alarm."""
 
 
 class Machine(Options):

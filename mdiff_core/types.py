@@ -92,13 +92,42 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shot:
+    """What rewards see of a sample: light enough to be sent to another process."""
+
+    sample: str
+    group: str
+    prompt: Prompt
+    frames: np.ndarray
+    """[F, H, W, 3] uint8."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the rewards said of a batch of samples; all lists are aligned with it."""
+
+    values: Mapping[str, list[float]]
+    """By reward; NaN where it failed, and where it was not asked."""
+    asked: Mapping[str, list[bool]]
+    """By reward; False where the prompt's metadata choose others."""
+    reasons: Mapping[str, list[str]]
+    """By reward; why it failed, empty where it did not."""
+    unavailable: frozenset[str]
+    """Rewards whose server or process could not be asked at last, so that no sample is to blame."""
+    retries: Mapping[str, int]
+    """By reward; times that it was asked again."""
+    seconds: float
+    """That the rewards took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
     """What the rewards and filters said of one sample."""
 
     sample: str
     group: str
     rewards: Mapping[str, float]
-    """Every raw component; NaN where the reward failed."""
+    """Every raw component; NaN where the reward failed, or was not asked as the prompt chose others."""
     total: float
     """Combined reward; NaN where a component is missing."""
     error: str

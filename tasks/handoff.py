@@ -12,7 +12,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from mdiff_core import artifacts
 from mdiff_core.artifacts import Production
-from mdiff_core.errors import EngineFailed
+from mdiff_core.errors import EngineFailed, RewardUnavailable
 from mdiff_core.policies import open_policy
 from tasks.local import is_local
 
@@ -79,7 +79,13 @@ def retryable() -> Iterator[None]:
     """Errors of machines, which Flyte should try again, told apart from errors of settings, which it should not."""
     import torch
 
-    infrastructure = (EngineFailed, ConnectionError, torch.OutOfMemoryError, torch.distributed.DistBackendError)
+    infrastructure = (
+        EngineFailed,
+        RewardUnavailable,
+        ConnectionError,
+        torch.OutOfMemoryError,
+        torch.distributed.DistBackendError,
+    )
     try:
         yield
     except infrastructure as error:

@@ -81,7 +81,7 @@ def here(field: str, given: FlyteFile | FlyteDirectory | str) -> Path:
 
 
 def command(algorithm: str, inputs: Mapping[str, Any]) -> str:
-    """What to type to run this again."""
+    """What to type to run this again; `algorithm` may be the workflow itself."""
     said = [f"--{name} {shlex.quote(str(value))}" for name, value in inputs.items() if value not in (None, "[]", 0)]
-    name = WORKFLOWS[algorithm]
+    name = WORKFLOWS.get(algorithm, algorithm)
     return f"pyflyte -c flyte.config run workflows/{name}.py {name} {' '.join(said)}"

@@ -9,7 +9,7 @@ from mdiff_core.observe import metrics, report
 from mdiff_core.settings import RunConfig
 from tasks import decks, hardware
 from tasks.handoff import Artifact, fetch, handle_of, uri_of
-from tasks.record import say, tell
+from tasks.telling import say, tell
 
 
 @task(container_image=hardware.SCORE_IMAGE, requests=hardware.SMALL, enable_deck=True, deck_fields=())
@@ -17,7 +17,7 @@ def publish(config: str, before: FlyteDirectory, after: FlyteDirectory, policy: 
     """The last policy under the run's name in `<store>/policies`; writes the report and prints where both are."""
     settings = RunConfig.from_json(config)
     with runs.opened(settings.store, settings.name) as folder:
-        tell(folder, [read_manifest(uri_of(after))])
+        tell(settings, folder, [read_manifest(uri_of(after))])
         first, last = fetch(before), fetch(after)
         path = report.write(folder, before=decks.grid(first, first), after=decks.grid(last, last))
         Deck("report", path.read_text())

@@ -69,16 +69,18 @@ class Fleet:
         self._batches: Sequence[Sequence[Request]] = ()
         self._restarts = 0
         self._images = 0
-        self._entered = self._start_seconds = self._seconds = 0.0
+        self._entered = self._start_seconds = self._seconds = self._busy = 0.0
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Images, seconds of drawing them, images_per_s, seconds until the engines were up, restarts."""
+        """Images, seconds of drawing them, images_per_s, seconds that engines had nothing to draw (all together) meanwhile,
+        seconds until the engines were up, restarts."""
         rate = self._images / self._seconds if self._seconds else 0.0
         return {
             "images": self._images,
             "seconds": self._seconds,
             "images_per_s": rate,
+            "idle_s": max(0.0, self._seconds * self._rollout.engines - self._busy),
             "start_seconds": self._start_seconds,
             "restarts": self._restarts,
         }
@@ -228,8 +230,9 @@ class Fleet:
             self._replace(slot, f"died ({str(error).splitlines()[0]})")
             return None
         slot.jobs.popleft()
-        slot.since = time.monotonic()
+        began, slot.since = slot.since, time.monotonic()
         if job.batch is not None:
+            self._busy += slot.since - began
             return job.batch, value
         self._start_seconds = self._start_seconds or time.monotonic() - self._entered
         if value != self._checksum:

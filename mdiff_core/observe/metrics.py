@@ -16,6 +16,10 @@ time as `seconds/<stage>`:
 | `update/drift_max` | round | largest log-prob gap between engine and trainer |
 | `evaluate/weights`, `evaluate/weights_checksum` | evaluation | likewise, of what was measured |
 | `evaluate/reward_mean` | evaluation | mean total on the held-out prompts |
+| `evaluate/gold/<name>/mean` | evaluation | mean of a reward that is not trained on |
+| `evaluate/diversity` | evaluation | how different the samples of a prompt are; see `diversity.within` |
+| `evaluate/sets/<name>/...` | evaluation | the same numbers of another prompt set |
+| `alarm`, `evaluate/alarm` | evaluation | why the reward looks gamed, empty if it does not; the same as 1 or 0 |
 | `seconds/rollout` ... | both | per stage |
 
 `round_record` and `evaluation_record` make these from what the stages return, so nobody writes the keys by hand. A run
@@ -44,6 +48,10 @@ LOSS = "update/loss"
 GRAD_NORM = "update/grad_norm"
 DRIFT = "update/drift_max"
 EVALUATED = "evaluate/reward_mean"
+DIVERSITY = "evaluate/diversity"
+SAMPLES = "evaluate/samples"
+GOLD = "evaluate/gold/"
+ALARM = "alarm"
 
 Record = dict[str, Any]
 
@@ -95,9 +103,9 @@ def _flat(prefix: str, metrics: Mapping[str, Any]) -> Record:
 def one_line(record: Record) -> str:
     """What a person watching the run wants to read of a record: one line, fixed order."""
     if record["kind"] == "evaluation":
-        return (
-            f"evaluation after round {record['round']}: reward {_short(record, EVALUATED)}  policy {record['policy']}"
-        )
+        alarm = f"  ALARM: {record[ALARM]}" if record.get(ALARM) else ""
+        reward = f"reward {_short(record, EVALUATED)}  policy {record['policy']}"
+        return f"evaluation after round {record['round']}: {reward}{alarm}"
     timed = [(stage, f"seconds/{stage}") for stage in STAGES if f"seconds/{stage}" in record]
     times = " ".join(f"{stage} {_short(record, key, '.1f')}s" for stage, key in timed)
     reward = ""

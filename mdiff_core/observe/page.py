@@ -35,6 +35,7 @@ STYLE = """<style>
 .mdiff .card img { flex: 1 1 0; width: 0; min-width: 0; border-radius: 3px; outline: 1px solid var(--rule); image-rendering: pixelated; }
 .mdiff .card img.smooth { image-rendering: auto; }
 .mdiff .card b { font-weight: 600; font-variant-numeric: tabular-nums; }
+.mdiff .alarm { border-left: 4px solid var(--bad); padding: 8px 14px; margin: 18px 0 0; }
 .mdiff .up { color: var(--good); } .mdiff .down { color: var(--bad); }
 .mdiff .charts { display: grid; gap: 22px 32px; grid-template-columns: repeat(auto-fill, minmax(400px, 1fr)); }
 .mdiff figure { margin: 0; max-width: 620px; } .mdiff svg { display: block; width: 100%; height: auto; font-size: 12px; }

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from mdiff_core.errors import BadArtifact, BadSetting, MdiffError
-from mdiff_core.observe import charts, metrics, page
+from mdiff_core.observe import alarm, charts, metrics, page
 from mdiff_core.observe.metrics import Record
 
 FILE = "report.html"
@@ -68,7 +68,7 @@ def write(folder: Path, *, before: Grid, after: Grid) -> Path:
     rounds = [record for record in records if record["kind"] == "round"]
     evaluations = [record for record in records if record["kind"] == "evaluation"]
     body = _head(run, rounds, evaluations) + _pairs(before, after) + _curves(rounds, evaluations) + _times(records)
-    body += _rounds(rounds) + _lineage(records) + _settings(run)
+    body += _evaluations(evaluations) + _rounds(rounds) + _lineage(records) + _settings(run)
     path = folder / FILE
     path.write_text(page.document(f"{run['name']} · mdiff", body))
     return path
@@ -84,6 +84,8 @@ def _head(run: Record, rounds: Sequence[Record], evaluations: Sequence[Record]) 
         tiles = {"held-out reward, before → after": f"{first:.3f} → {last:.3f}", "gain": f"{last - first:+.3f}"} | tiles
     if rounds:
         tiles["final policy"] = rounds[-1]["checksum"][:12]
+    why = alarm.told(evaluations)
+    text += f'<p class="alarm"><b>Alarm.</b> {escape(why)}</p>' if why else ""
     shown = "".join(f"<div><b>{escape(value)}</b><span>{name}</span></div>" for name, value in tiles.items())
     return f'{text}<div class="tiles">{shown}</div>'
 
@@ -120,6 +122,10 @@ def _curves(rounds: Sequence[Record], evaluations: Sequence[Record]) -> str:
     reward = {"rollout mean": _series(rounds, metrics.REWARD), "held-out": _series(evaluations, metrics.EVALUATED)}
     drift = _series(rounds, metrics.DRIFT)
     log = all(value > 0 for _, value in drift)
+    last = evaluations[-1] if evaluations else {}
+    for key in last:
+        if key.startswith(metrics.GOLD) and key.endswith("/mean"):
+            reward[f"gold {key.split('/')[2]}"] = _series(evaluations, key)
     drawn = [
         charts.lines(reward, title="Reward by round"),
         charts.lines({"drift": drift}, title="Largest log-prob drift, engine to trainer", log=log),
@@ -140,6 +146,17 @@ def _times(records: Sequence[Record]) -> str:
     used = [stage for stage in metrics.STAGES if any(bar.get(stage, 0.0) > 0 for bar in bars.values())]
     chart = charts.stacked([(str(round), bar) for round, bar in sorted(bars.items())], used, title="Seconds by round")
     return f'<h2>Where the time went</h2><div class="charts">{chart}</div>'
+
+
+def _evaluations(evaluations: Sequence[Record]) -> str:
+    """What was measured on held-out prompts: reward, gold and diversity, of every set."""
+    last = evaluations[-1] if evaluations else {}
+    keys = [
+        key for key in last if key.startswith("evaluate/") and key.endswith(("/reward_mean", "/mean", "/diversity"))
+    ]
+    heads = [key.removeprefix("evaluate/").removesuffix("/mean").replace("reward_mean", "reward") for key in keys]
+    rows = [[record["round"], *(record.get(key, float("nan")) for key in keys)] for record in evaluations]
+    return f"<h2>Evaluations</h2>{page.columns(['after round', *heads], rows)}" if keys else ""
 
 
 def _rounds(rounds: Sequence[Record]) -> str:
@@ -182,7 +199,8 @@ def dotted(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
 
 
 def check(folder: Path, gain: float) -> str:
-    """`demo ok: reward A -> B` and the report's path; BadArtifact when the evaluation reward rose by less than `gain`."""
+    """`demo ok: reward A -> B` and the report's path; BadArtifact when the evaluation reward rose by less than `gain`, or rose
+    while a gold reward or diversity fell."""
     found = [float(r[metrics.EVALUATED]) for r in metrics.read(folder) if r["kind"] == "evaluation"]
     if len(found) < 2:
         raise BadArtifact(
@@ -193,6 +211,8 @@ def check(folder: Path, gain: float) -> str:
         raise BadArtifact(
             f"{folder}: held-out reward went {first:.4f} -> {last:.4f}, a gain below {gain}; see {folder / FILE}"
         )
+    if why := alarm.told(metrics.read(folder)):
+        raise BadArtifact(f"{folder}: alarm, {why}; look at the pictures in {folder / FILE} before trusting the reward")
     if not (folder / FILE).exists():
         raise BadArtifact(f"{folder / FILE}: missing; run the workflow again, its last task writes it")
     return f"demo ok: reward {first:.4f} -> {last:.4f}\nreport: {folder / FILE}\n"

@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 from pydantic import Field
 
-from mdiff_core.errors import RewardFailed
+from mdiff_core import frames as pictures
 from mdiff_core.options import Options
 from mdiff_core.types import Prompt
 
@@ -23,6 +23,7 @@ class JpegIncompressibility:
     """Mean JPEG size of a sample's frames in kB (1000 bytes): more detail, more reward."""
 
     Options = JpegOptions
+    groupwise = False
 
     def __init__(self, options: JpegOptions) -> None:
         self.quality = options.quality
@@ -32,10 +33,7 @@ class JpegIncompressibility:
 
     def __call__(self, frames: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
         """[B] kB for frames [B, F, H, W, 3] uint8; RewardFailed for anything else."""
-        if frames.dtype != np.uint8 or frames.ndim != 5 or frames.shape[-1] != 3 or 0 in frames.shape:
-            raise RewardFailed(f"jpeg: frames are {frames.dtype} {frames.shape}; give uint8 [B, F, H, W, 3], none 0")
-        if len(frames) != len(prompts):
-            raise RewardFailed(f"jpeg: {len(frames)} samples and {len(prompts)} prompts; give one prompt a sample")
+        pictures.check("jpeg", frames, prompts)
         return np.array([np.mean([self.kilobytes(frame) for frame in sample]) for sample in frames], np.float64)
 
     def kilobytes(self, frame: np.ndarray) -> float:

@@ -22,6 +22,7 @@ class Shapes:
     """Score in 0..1, 1 for exactly what was asked; the mean over a sample's frames."""
 
     Options: ClassVar[type[Options]] = ShapesOptions
+    groupwise = False
 
     def __init__(self, options: ShapesOptions) -> None:
         self.measure = verify.exact if options.exact else verify.score

@@ -90,7 +90,8 @@ def credit_of(job: PairJob, scored: Sequence[Scored]) -> np.ndarray:
         [row.group for row in scored],
         options=job.advantage,
         in_baseline=[row.in_baseline for row in scored],
-        on_missing="mask",  # the score stage raised already if the recipe says so
+        # the score stage raised already if the recipe says so; samples that failed are outside the baseline
+        on_missing="skip" if separate else "mask",
         combine="gdpo" if separate else "sum",
         weights=job.weights if separate else None,
     )

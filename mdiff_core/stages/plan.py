@@ -25,7 +25,6 @@ def settings(recipe: str, overrides: Sequence[str]) -> RunConfig:
     """The run's settings, every check that needs no GPU passed."""
     config = configs.load(recipe, overrides)
     checks.check(config)
-    checks.check_runnable(config)
     return config
 
 
@@ -71,12 +70,13 @@ class Plan:
 
 def plan(config: RunConfig, start: PolicyVersion | None) -> Plan:
     """What the first round will read, and the run's name; BadSetting when that name is another run's. Writes nothing."""
-    train, held_out = prompts.read(config.prompts.train), prompts.read(config.prompts.held_out)
+    read = {prompts.TRAIN: prompts.read(config.prompts.train), prompts.HELD_OUT: prompts.read(config.prompts.held_out)}
+    read |= {prompts.set_file(each.name): prompts.read(each.prompts) for each in config.evaluate.sets}
     base = base_digest(config)
 
     def write_prompts(folder: Path) -> None:
-        prompts.write(folder / "train.jsonl", train)
-        prompts.write(folder / "held_out.jsonl", held_out)
+        for name, some in read.items():
+            prompts.write(folder / name, some)
 
     def write_policy(folder: Path) -> None:
         if start is None:
@@ -90,7 +90,7 @@ def plan(config: RunConfig, start: PolicyVersion | None) -> Plan:
         empty_state(folder)
 
     content = {
-        "prompts": {"train": digest_of(train), "held_out": digest_of(held_out)},
+        "prompts": {name.removesuffix(".jsonl"): digest_of(some) for name, some in read.items()},
         "policy": {
             "base": base,
             "model": config.model.path,

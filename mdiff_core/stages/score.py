@@ -5,22 +5,56 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mdiff_core import filters, registry, scoring, tables
+from mdiff_core.fleet import RewardPool
 from mdiff_core.jobs import ScoreJob
+from mdiff_core.settings import Score
 from mdiff_core.types import Scored
 
 VERSION = "1"
 
 
 def run(job: ScoreJob, trajectories: Path, out: Path) -> dict[str, float]:
-    """Writes `scores` for every trajectory, the dropped ones included; metrics `reward/*` and `score/*`."""
-    sheet = scoring.score(tables.read_trajectories(trajectories), job.score)
+    """Writes `scores` for every trajectory, the dropped ones included; metrics `reward/*` and `score/*`.
+
+    Where the rollout has scored already (`score.stream`), its scores are taken. BadSetting, MissingReward, RewardFailed: see
+    `scoring.score`.
+    """
+    sheet, measured = (streamed if job.score.stream else scored_now)(job.score, trajectories)
     judges = [(choice.name, registry.make("filter", choice)) for choice in job.score.filters]
     scored = filters.apply(judges, sheet.scored, fingerprint=sheet.fingerprint, metadata=sheet.metadata)
+    if job.groups:
+        scored = filters.enough(scored, job.groups)
     tables.write_scores(out, scored)
-    return scoring.metrics(scored) | _metrics(scored)
+    return {
+        **sheet.metrics,
+        **_metrics(scored, job.groups),
+        **{f"score/{name}": value for name, value in measured.items()},
+    }
 
 
-def _metrics(scored: Sequence[Scored]) -> dict[str, float]:
+def scored_now(settings: Score, trajectories: Path) -> tuple[scoring.Sheet, dict[str, float]]:
+    """The rewards, in this process or in others; and what the others had to do."""
+    samples = tables.read_trajectories(trajectories)
+    if not settings.workers:
+        return scoring.score(samples, settings), {}
+    with RewardPool(settings) as pool:
+        return scoring.score(samples, settings, pool), pool.metrics
+
+
+def streamed(settings: Score, trajectories: Path) -> tuple[scoring.Sheet, dict[str, float]]:
+    """What the rollout wrote beside its samples."""
+    scored = tables.read_scores(trajectories)
+    samples = list(tables.read_trajectories(trajectories))
+    sheet = scoring.Sheet(
+        scored=scored,
+        fingerprint=[scoring.digest(sample.frames) for sample in samples],
+        metadata=[sample.prompt.metadata for sample in samples],
+        metrics=scoring.summary(scored),
+    )
+    return sheet, {}
+
+
+def _metrics(scored: Sequence[Scored], wanted: int) -> dict[str, float]:
     kept = [row for row in scored if row.kept]
     drops = Counter(row.reason.partition(":")[0] for row in scored if not row.kept)
     counts = {
@@ -29,5 +63,7 @@ def _metrics(scored: Sequence[Scored]) -> dict[str, float]:
         "score/kept_samples": len(kept),
         "score/kept_groups": len({row.group for row in kept}),
     }
+    if wanted:
+        counts["score/short_groups"] = max(0, wanted - int(counts["score/kept_groups"]))
     counts |= {f"score/dropped/{name}": number for name, number in sorted(drops.items())}
     return {name: float(number) for name, number in counts.items()}

@@ -9,7 +9,11 @@ from mdiff_core.contracts import Filter, ScoreColumns
 from mdiff_core.options import Choice
 from mdiff_core.registry import REGISTRY, make
 
-EXAMPLES = {"score_range": {"low": 0.1}, "metadata": {"key": "level", "values": ["easy"]}}
+EXAMPLES = {
+    "score_range": {"low": 0.1},
+    "metadata": {"key": "level", "values": ["easy"]},
+    "python": {"function": "tests.own_rewards:odd"},
+}
 """Options for filters that have required ones; a new filter with such needs a line here."""
 
 ROWS = [
@@ -25,7 +29,8 @@ ROWS = [
 
 
 @pytest.fixture(params=sorted(REGISTRY["filter"]))
-def judge(request):
+def judge(request, monkeypatch):
+    monkeypatch.setenv("MDIFF_MODULES", "tests.own_rewards")
     return make("filter", Choice(name=request.param, options=EXAMPLES.get(request.param, {})))
 
 

@@ -1,10 +1,12 @@
 """What every reward must keep to, whatever it looks at; a new registry line is tested by this file as it is."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import CLIPModel
 
 from mdiff_core import registry
 from mdiff_core.contracts import Reward
@@ -12,6 +14,7 @@ from mdiff_core.errors import BadSetting, RewardFailed
 from mdiff_core.options import Choice
 from mdiff_core.types import Prompt
 from mdiff_core.worlds import shapes
+from tests import reward_servers, tiny_rewards
 
 SAMPLES = 6
 
@@ -20,21 +23,83 @@ def shapes_metadata(index: int) -> dict[str, Any]:
     return shapes.metadata(shapes.scene_of(0, index).content)
 
 
-METADATA: dict[str, Callable[[int], dict[str, Any]]] = {"shapes": shapes_metadata}
+def text_metadata(index: int) -> dict[str, Any]:
+    return {"text": f"word {index}"}
+
+
+METADATA: dict[str, Callable[[int], dict[str, Any]]] = {
+    "shapes": shapes_metadata,
+    "ocr": text_metadata,
+    "ocr_flow_grpo": text_metadata,
+}
 """Reward name to the prompt metadata of sample i; a reward that is not here needs none."""
 
-OPTIONS: dict[str, dict[str, Any]] = {}
-"""Reward name to the options it cannot do without."""
+
+def clip_model(folder: Path) -> dict[str, Any]:
+    return {"model": str(tiny_rewards.clip(folder))}
 
 
-@pytest.fixture(params=sorted(registry.REGISTRY["reward"]))
+def pickscore_model(folder: Path) -> dict[str, Any]:
+    return {"model": str(tiny_rewards.clip(folder)), "processor": str(folder)}
+
+
+def hps_model(folder: Path) -> dict[str, Any]:
+    model = CLIPModel.from_pretrained(tiny_rewards.clip(folder))
+    return {"model": str(folder), "weights": str(tiny_rewards.open_clip(folder, model))}
+
+
+def aesthetic_model(folder: Path) -> dict[str, Any]:
+    return {"model": str(tiny_rewards.clip(folder)), "head": str(tiny_rewards.head(folder, 24)[0])}
+
+
+def image_reward_model(folder: Path) -> dict[str, Any]:
+    tokenizer = tiny_rewards.bert_tokenizer(folder / "bert")
+    return {"weights": str(tiny_rewards.image_reward(folder)[0]), "tokenizer": str(tokenizer)}
+
+
+MODELS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "aesthetic": aesthetic_model,
+    "clip": clip_model,
+    "hps": hps_model,
+    "image_reward": image_reward_model,
+    "pickscore": pickscore_model,
+}
+"""Reward name to a maker of the tiny model it needs, which gives the options that name it."""
+
+SERVERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "http": reward_servers.brightness,
+    "vlm_judge": reward_servers.judge,
+}
+"""Reward name to what its server answers."""
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "python": {"function": "tests.own_rewards:brightness"},
+    "vlm_judge": {"model": "some-model"},
+}
+"""Reward name to other options it cannot do without."""
+
+
+@pytest.fixture(scope="module", params=sorted(registry.REGISTRY["reward"]))
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="module")
+def options(name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    found = dict(OPTIONS.get(name, {}))
+    if name in MODELS:
+        found |= MODELS[name](tmp_path_factory.mktemp(name))
+    if name not in SERVERS:
+        yield found
+        return
+    with reward_servers.serving(reward_servers.Server(SERVERS[name])) as server:
+        yield found | {"url": server.url}
+
+
 @pytest.fixture
-def reward(name: str) -> Any:
-    return registry.make("reward", Choice(name=name, options=OPTIONS.get(name, {})))
+def reward(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("MDIFF_MODULES", "tests.own_rewards")
+    return registry.make("reward", Choice(name=name, options=options))
 
 
 @pytest.fixture
@@ -79,6 +144,8 @@ def test_the_order_does_not_matter(reward: Reward, frames: np.ndarray, prompts: 
 @pytest.mark.parametrize("size", [1, 4])
 def test_the_batch_size_does_not_matter(reward: Reward, frames: np.ndarray, prompts: list[Prompt], size: int) -> None:
     cuts = range(0, SAMPLES, size)
+    if reward.groupwise:
+        pytest.skip("its calls hold whole groups")
     parts = [reward(frames[i : i + size], prompts[i : i + size]) for i in cuts]
     assert np.concatenate(parts) == pytest.approx(reward(frames, prompts), rel=1e-5, abs=1e-6)
 

@@ -239,3 +239,36 @@ class TestSeveralRewards:
     def test_a_weight_too_few_is_an_error(self):
         with pytest.raises(ValueError, match="weights"):
             compute(self.REWARDS, self.GROUPS, options=options(), weights=[1.0])
+
+
+class TestRewardsThatDoNotJudgeEverything:
+    """Prompt a is judged by both rewards, prompt b by the second alone."""
+
+    VALUES = ((0.0, 1.0), (1.0, 0.0), (math.nan, 0.0), (math.nan, 1.0))
+    GROUPS = ("a", "a", "b", "b")
+
+    def test_gdpo_takes_the_advantages_of_those_that_do(self):
+        got = compute(
+            self.VALUES, self.GROUPS, options=Advantage(), combine="gdpo", weights=[2.0, 1.0], on_missing="skip"
+        )
+        one = 0.99980004
+        assert got == pytest.approx([-one, one, -one, one], abs=1e-8)
+        masked = compute(self.VALUES, self.GROUPS, options=Advantage(), combine="gdpo", on_missing="mask")
+        assert masked.tolist()[2:] == [0.0, 0.0]
+
+    def test_a_row_that_none_judged_gets_none(self):
+        got = compute(
+            [(math.nan, math.nan), (0, 1)],
+            ["a", "b"],
+            options=Advantage(mean="batch"),
+            combine="gdpo",
+            on_missing="skip",
+        )
+        assert got[0] == 0.0
+
+    def test_a_total_is_over_those_that_do_and_missing_stays_missing(self):
+        values = np.array(self.VALUES)
+        asked = np.array([[True, True], [True, True], [False, True], [False, True]])
+        assert total(values, [2.0, 1.0], "sum", asked).tolist() == [1.0, 2.0, 0.0, 1.0]
+        values[3, 1] = math.nan
+        assert math.isnan(total(values, None, "sum", asked)[3])

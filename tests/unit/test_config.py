@@ -249,9 +249,40 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
         (RL, ["train.betas=[0.9,1.0]"], "train.betas: [0.9, 1.0] must both be"),
         (RL, ["train.schedule=cosine"], "train.total_steps: 0 leaves schedule 'cosine' nothing"),
         (RL, ["score.rewards.1.name=shapes"], "score.rewards.1.name: 'shapes' is there twice"),
+        (RL, ["score.stream=true"], "score.stream: true, but score.workers is 0"),
+        (RL, ["score.gpus_per_worker=1"], "score.gpus_per_worker: 1 has no use with score.workers=0"),
+        (RL, ["score.workers=2", "score.gpus_per_worker=0.5"], "score.workers: 2 with 0.5 GPUs each"),
+        (
+            "sd35m_flow_grpo_ocr",
+            ["score.workers=1", "score.gpus_per_worker=1", "score.stream=true"],
+            "score.workers: 1 with 1 GPUs each (score.gpus_per_worker) need 1, and there are 0 (the rollout's workers",
+        ),
         (RL, ["rollout.gpus_per_engine=1"], "rollout.engines: 1 with 1 GPUs each need 1"),
         ("sd35m_flow_grpo_ocr", ["hardware.topology=1x4"], "hardware.topology: '1x4' starts 4 processes a node"),
         ("sd35m_flow_grpo_ocr", ["rollout.engines=9"], "rollout.engines: 9 with 1 GPUs each need 9"),
+        (
+            RL,
+            ['evaluate.gold=[{"name": "shapes"}]'],
+            "evaluate.gold.0.name: 'shapes' is trained on (score.rewards.0)",
+        ),
+        (
+            RL,
+            ['evaluate.gold=[{"name": "ocr"}, {"name": "ocr"}]'],
+            "evaluate.gold.1.name: 'ocr' is there twice",
+        ),
+        (RL, ['evaluate.gold=[{"name": "ocr"}]'], "prompts.held_out: assets/shapes_prompts/eight.jsonl:1: prompt"),
+        (RL, ['evaluate.gold=[{"name": "clipp"}]'], "evaluate.gold.0.name: 'clipp' is not a known reward"),
+        (RL, ["evaluate.width=68"], "sampling.width: 68 is not a multiple of 8"),
+        (
+            RL,
+            ['evaluate.sets=[{"name": "new", "prompts": "assets/shapes_prompts/held_out.jsonl", "count": 97}]'],
+            "evaluate.sets.0.count: 97, and 'assets/shapes_prompts/held_out.jsonl' has 96 prompts",
+        ),
+        (
+            RL,
+            ['evaluate.sets=[{"name": "new", "prompts": "nowhere.txt", "count": 1}]'],
+            "evaluate.sets.0.prompts: 'nowhere.txt' cannot be read",
+        ),
         (RL, ["data.captions=some.jsonl"], "data.captions: 'some.jsonl' has no use with algorithm 'rl'"),
         (SFT, ["data=null"], "data: null, but algorithm is 'sft'"),
         (SFT, ['loss={"name": "flow_grpo"}'], "loss.name: 'flow_grpo' trains on sampler steps"),
@@ -286,11 +317,27 @@ def test_prompts_are_checked_against_the_reward(tmp_path: Path) -> None:
     assert complaint(RL, f"prompts.train={path}").startswith("prompts.train: ")
 
 
-def test_an_announced_reward_can_be_checked_but_not_run() -> None:
-    found = config.load("sd35m_flow_grpo_ocr")
-    checks.check(found)
-    with pytest.raises(BadSetting, match=r"score.rewards.0.name: 'ocr' is not part of this version"):
-        checks.check_runnable(found)
+def test_a_prompt_that_a_reward_cannot_judge_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    for line, why in {
+        "a sign": "prompt 'a sign' wants no text to be seen",
+        "a sign that says “OPEN": "the quote “ in 'a sign that says “OPEN' does not close; close it with ”",
+        'a sign that says " "': "hold no text",
+    }.items():
+        path.write_text(f'a sign that says "OPEN"\n\na sign that says “OPEN”\n{line}\n')
+        said = complaint(RL, f"prompts.train={path}", 'score.rewards=[{"name": "ocr"}]', f"prompts.held_out={path}")
+        assert said.startswith(f"prompts.held_out: {path}:4: ") and why in said
+
+
+def test_a_prompt_may_choose_among_the_rewards(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    plain = '{"input": "a sign", "metadata": {"rewards": ["jpeg_compressibility"]}}'
+    path.write_text(f'{plain}\n{{"input": "a sign \\"OPEN\\""}}\n')
+    both = 'score.rewards=[{"name": "ocr"}, {"name": "jpeg_compressibility"}]'
+    files = [f"prompts.train={path}", f"prompts.held_out={path}", "evaluate.prompts=2", both]
+    checks.check(config.load(RL, files))
+    path.write_text('{"input": "a \\"b\\"", "metadata": {"rewards": ["shapes"]}}\n')
+    assert "names 'shapes'; the recipe has ocr, jpeg_compressibility" in complaint(RL, *files)
 
 
 def test_the_digest_sees_what_decides_the_result_and_nothing_else() -> None:

@@ -1,5 +1,6 @@
 """The evaluation stage: fixed noise, held-out prompts, rewards."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from mdiff_core import generation, prompts, tables
 from mdiff_core.errors import BadSetting
 from mdiff_core.jobs import EvaluateJob
 from mdiff_core.options import Choice
-from mdiff_core.settings import Evaluate, Model, RewardTerm, Rollout, Sampling, Score
+from mdiff_core.settings import Evaluate, Model, PromptSet, RewardTerm, Rollout, Sampling, Score
 from mdiff_core.stages import evaluate
 from mdiff_core.types import PolicyVersion, Prompt, Trajectory
 from tests.inline_fleet import InlineFleet
@@ -81,3 +82,33 @@ def test_the_noise_is_the_same_for_every_policy(
 def test_more_prompts_than_there_are(tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path) -> None:
     with pytest.raises(BadSetting, match=r"evaluate\.prompts: 4, but there are 3 held-out prompts; use 3 at most"):
         evaluate.run(job(tiny_sd3, prompts=4), asked, base.path, tmp_path)
+
+
+def test_gold_sets_size_and_diversity(tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path) -> None:
+    """Two sets of two prompts, at a size of their own; a prompt's choice of rewards is not gold's."""
+    folder = tmp_path / "prompts"
+    shutil.copytree(asked, folder)
+    chosen = [
+        Prompt(id=f"p{i}", text=text, metadata={"rewards": ["jpeg_compressibility"]}) for i, text in enumerate(WORDS)
+    ]
+    prompts.write(folder / prompts.set_file("chosen"), chosen)
+    changes = {
+        "width": 48, "height": 32, "gold": (RewardTerm(name="jpeg_incompressibility"),),
+        "sets": (PromptSet(name="chosen", prompts="", count=2),),
+    }  # fmt: skip
+    metrics = evaluate.run(job(tiny_sd3, **changes), folder, base.path, tmp_path / "out")
+    found = rows(tmp_path / "out")
+    assert [t.group for t in found[::2]] == [
+        *(f"evaluate-p{i}" for i in (0, 1)),
+        *(f"evaluate-chosen-p{i}" for i in (0, 1)),
+    ]
+    assert len({t.seed for t in found}) == 8 and found[0].frames.shape == (1, 32, 48, 3)
+    kilobytes = [row.rewards["jpeg_incompressibility"] for row in tables.read_scores(tmp_path / "out" / evaluate.GOLD)]
+    assert metrics["gold/jpeg_incompressibility/mean"] == pytest.approx(np.mean(kilobytes[:4]))
+    assert metrics["sets/chosen/gold/jpeg_incompressibility/mean"] == pytest.approx(np.mean(kilobytes[4:]))
+    assert metrics["reward/mean"] == pytest.approx(-np.mean(kilobytes[:4]) / 500)
+    assert metrics["sets/chosen/reward/mean"] == pytest.approx(-np.mean(kilobytes[4:]) / 500)
+    assert metrics["samples"] == metrics["sets/chosen/samples"] == 4 and metrics["evaluate/images"] == 8
+    assert 0 < metrics["diversity"] < 1 and metrics["diversity"] != metrics["sets/chosen/diversity"]
+    alone = evaluate.run(job(tiny_sd3, samples=1), asked, base.path, tmp_path / "alone")
+    assert "diversity" not in alone

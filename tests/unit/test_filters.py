@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from mdiff_core.advantages import compute
 from mdiff_core.contracts import ScoreColumns
+from mdiff_core.errors import BadSetting
 from mdiff_core.filters import (
     Duplicates,
     DuplicatesOptions,
@@ -15,12 +16,16 @@ from mdiff_core.filters import (
     MetadataOptions,
     NoSpread,
     NoSpreadOptions,
+    PythonFilter,
+    PythonFilterOptions,
     ScoreRange,
     ScoreRangeOptions,
     apply,
+    enough,
 )
 from mdiff_core.settings import Advantage
 from mdiff_core.types import Scored
+from tests import own_rewards
 
 
 def scored(*rows):
@@ -161,6 +166,40 @@ class TestMetadata:
         options = MetadataOptions.from_json('{"key": "level", "values": ["easy", 2, [1]]}')
         judge = Metadata(options)
         assert [judge.judge({"level": level}) == "" for level in ("easy", "hard", 2, [1])] == [True, False, True, True]
+
+
+class TestEnough:
+    def test_the_first_groups_by_id_train_and_the_others_count_in_the_baseline(self):
+        rows = scored(("c", 0.0), ("a", 0.0), ("b", 1.0), ("a", 1.0), ("c", 1.0), ("b", 0.0))
+        got = enough(rows, 2)
+        assert kept(got) == ["a/0", "b/0", "a/1", "b/1"]
+        assert got[0].reason == "surplus: 2 groups are enough (prompts.per_round)" and got[0].in_baseline
+        assert enough(rows, 3) == enough(rows, 9) == rows
+
+    def test_groups_without_spread_are_made_up_for(self):
+        rows = scored(("a", 1.0), ("a", 1.0), ("b", 0.0), ("b", 1.0), ("c", 0.0), ("c", 1.0), ("d", 0.0), ("d", 1.0))
+        got = enough(run(rows, no_spread()), 2)
+        assert kept(got) == ["b/0", "b/1", "c/0", "c/1"]
+        assert [row.reason.partition(":")[0] for row in got if not row.kept] == ["filter0"] * 2 + ["surplus"] * 2
+
+
+class TestPython:
+    @pytest.fixture(autouse=True)
+    def allowed(self, monkeypatch):
+        monkeypatch.setenv("MDIFF_MODULES", "tests.own_rewards")
+
+    def test_a_function_of_the_users_drops_with_its_reason(self):
+        options = PythonFilterOptions(
+            function="tests.own_rewards:odd", arguments={"word": "not even"}, in_baseline=True
+        )
+        got = run(scored(("a", 0.0), ("a", 1.0)), PythonFilter(options))
+        assert kept(got) == ["a/0"] and got[1].reason == "filter0: not even" and got[1].in_baseline
+
+    def test_what_it_returns_is_checked(self, monkeypatch):
+        for found, why in ((["x"], "a list of 2 reasons"), ([None, ""], "must return texts"), ("xy", "a list of 2")):
+            monkeypatch.setattr(own_rewards, "odd", lambda table, found=found: found)
+            with pytest.raises(BadSetting, match=why):
+                run(scored(("a", 0.0), ("a", 1.0)), PythonFilter(PythonFilterOptions(function="tests.own_rewards:odd")))
 
 
 class TestApply:

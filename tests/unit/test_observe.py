@@ -323,3 +323,25 @@ class TestCheck:
             sink.write(an_evaluation(0, 0.5))
         assert report.main(["check", str(tmp_path), "--gain", "0.10"]) == 1
         assert "needs two" in capsys.readouterr().err
+
+
+class TestAlarm:
+    def alarmed(self, folder: Path) -> Path:
+        a_run(folder)
+        with Metrics(folder, environment={}) as sink:
+            why = "the reward rose 0.5 -> 0.7 while gold 'clip' fell 0.3 -> 0.1"
+            gold = {"evaluate/gold/clip/mean": 0.1, "evaluate/diversity": 0.2, "evaluate/alarm": 1.0}
+            sink.write(an_evaluation(3, 0.7) | gold | {metrics.ALARM: why})
+        return folder
+
+    def test_the_gate_fails_with_the_reason_though_the_reward_rose(self, tmp_path, capsys):
+        report.write(self.alarmed(tmp_path), before=a_grid(), after=a_grid())
+        assert report.main(["check", str(tmp_path), "--gain", "0.1"]) == 1
+        assert "alarm, the reward rose 0.5 -> 0.7 while gold 'clip' fell" in capsys.readouterr().err
+
+    def test_the_report_and_the_line_say_it(self, tmp_path):
+        text = report.write(self.alarmed(tmp_path), before=a_grid(), after=a_grid()).read_text()
+        assert "<b>Alarm.</b> the reward rose 0.5" in text and "gold/clip" in text and "gold clip" in text
+        assert "ALARM: the reward rose" in metrics.one_line(metrics.read(tmp_path)[-1])
+        quiet = report.write(a_run(tmp_path / "quiet"), before=a_grid(), after=a_grid()).read_text()
+        assert "Alarm" not in quiet

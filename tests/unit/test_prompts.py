@@ -72,6 +72,37 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, says: str) -> None:
     assert says in str(caught.value)
 
 
+GENEVAL = {"tag": "counting", "include": [{"class": "bench", "count": 2}], "exclude": [{"class": "bench", "count": 3}]}
+
+
+def test_reads_geneval_metadata_as_flow_grpo_publishes_them(tmp_path: Path) -> None:
+    colored = {"tag": "color_attr", "include": [{"class": "cup", "count": 1, "color": "red"}], "prompt": "a red cup"}
+    first, second = prompts.read(
+        jsonl(tmp_path, json.dumps(GENEVAL | {"prompt": "a photo of two benches"}), json.dumps(colored))
+    )
+    assert (first.text, first.metadata) == ("a photo of two benches", GENEVAL)
+    assert (second.text, second.metadata["include"][0]["color"]) == ("a red cup", "red")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"prompt": ""}, "`prompt` is ''"),
+        ({"tag": "colour"}, "`tag` is 'colour'; GenEval's are single_object"),
+        ({"include": []}, "`include` is []"),
+        ({"include": [{"class": "bench"}]}, "`include` is [{'class': 'bench'}]"),
+        ({"include": [{"class": "bench", "count": 0}]}, "`include`"),
+        ({"include": [{"class": "", "count": 1}]}, "`include`"),
+        ({"exclude": ["bench"]}, "`exclude` is ['bench']"),
+    ],
+)
+def test_a_bad_geneval_line_is_named(tmp_path: Path, change: dict[str, object], says: str) -> None:
+    path = jsonl(tmp_path, json.dumps(GENEVAL | {"prompt": "two benches"} | change))
+    with pytest.raises(BadSetting) as caught:
+        prompts.read(path)
+    assert f"{path}:1: " in str(caught.value) and says in str(caught.value)
+
+
 def test_a_bad_file_is_named(tmp_path: Path) -> None:
     empty, binary, table = tmp_path / "empty.txt", tmp_path / "binary.txt", tmp_path / "prompts.csv"
     empty.write_text("\n \n")

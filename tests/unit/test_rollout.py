@@ -12,10 +12,10 @@ import torch
 from mdiff_core import generation, policies, prompts, seeds, tables
 from mdiff_core.errors import BadArtifact, BadSetting, EngineFailed
 from mdiff_core.generation import Inspector, batched, check_seeds
-from mdiff_core.jobs import RolloutJob
+from mdiff_core.jobs import RolloutJob, ScoreJob
 from mdiff_core.options import Choice
-from mdiff_core.settings import Model, Rollout, Sampling
-from mdiff_core.stages import rollout
+from mdiff_core.settings import Model, RewardTerm, Rollout, Sampling, Score
+from mdiff_core.stages import rollout, score
 from mdiff_core.types import PolicyVersion, Prompt, Request, SamplingPlan, Trajectory
 from tests.inline_fleet import InlineFleet
 from tests.policies_made import base_policy, lora_policy
@@ -156,6 +156,23 @@ def test_through_ray_it_is_the_same_to_the_bit(
     for a, b in zip(rows(tmp_path / "inline"), rows(tmp_path / "ray"), strict=True):
         assert a.sample == b.sample and torch.equal(a.latents, b.latents) and torch.equal(a.log_probs, b.log_probs)
         assert np.array_equal(a.frames, b.frames)
+
+
+def test_scores_that_come_during_the_rollout_are_those_that_come_after(
+    inline: None, tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path
+) -> None:
+    """The rewards run in another process while samples are drawn; the score stage then takes theirs."""
+    filters = (Choice(name="duplicates"), Choice(name="metadata", options={"key": "n", "values": [0, 1, 2, 3]}))
+    after = Score(rewards=(RewardTerm(name="jpeg_compressibility"),), filters=filters, batch=2)
+    during = after.model_copy(update={"stream": True, "workers": 1})
+    task = job(tiny_sd3).model_copy(update={"score": during})
+    metrics = rollout.run(task, asked, base.path, tmp_path / "drawn")
+    assert metrics["rollout/score_workers"] == 1 and metrics["rollout/score_restarts"] == 0
+    assert metrics["rollout/score_busy_s"] > 0 and metrics["rollout/score_idle_s"] > 0
+    assert metrics["rollout/score_wait_s"] >= 0
+    told = [score.run(ScoreJob(score=s), tmp_path / "drawn", tmp_path / str(s.stream)) for s in (during, after)]
+    assert tables.read_scores(tmp_path / "True") == tables.read_scores(tmp_path / "False")
+    assert {k: v for k, v in told[1].items() if k != "reward/seconds"} == told[0]
 
 
 PLAN = SamplingPlan(

@@ -41,7 +41,7 @@ def last_words(ended: Ended) -> str:
             "hardware.rollout.accelerator=H1000",
             "hardware.rollout.accelerator: 'H1000' is not one that Flyte knows; did you mean 'H100'?",
         ),
-        ("score.rewards.0.name=ocr", "score.rewards.0.name: 'ocr' is not part of this version"),
+        ("score.rewards.0.name=ocrr", "score.rewards.0.name: 'ocrr' is not a known reward; did you mean 'ocr'?"),
     ],
 )
 def test_overrides(override: str, sentence: str, tmp_path: Path) -> None:

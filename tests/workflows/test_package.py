@@ -21,8 +21,17 @@ CACHED = {
     **{f"tasks.update.update_{topology}": "train" for topology in Topology.__args__},
 }
 """Tasks with a result to find again, and their image."""
-UNCACHED = ("tasks.plan.plan", "tasks.record.record", "tasks.publish.publish")
-DYNAMICS = tuple(f"workflows.post_train.{name}" for name in ("one_round", "some_rounds", "run_rounds"))
+UNCACHED = (
+    "tasks.plan.plan",
+    "tasks.record.record",
+    "tasks.publish.publish",
+    "tasks.compare.plan_comparison",
+    "tasks.compare.compare",
+)
+DYNAMICS = (
+    *(f"workflows.post_train.{name}" for name in ("one_round", "some_rounds", "run_rounds")),
+    "workflows.evaluate.both",
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +53,14 @@ def packaged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 def test_every_workflow_and_its_launch_plan_are_there(packaged: dict[str, bytes]) -> None:
     names = {name.partition(":")[2] for name in packaged if name.startswith("2:")}
-    assert names == {"workflows.post_train.post_train", "workflows.sft.sft"}
+    assert names == {"workflows.post_train.post_train", "workflows.sft.sft", "workflows.evaluate.evaluate"}
     inputs = {}
     for name in names:
         plan = launch_plan_pb2.LaunchPlan.FromString(packaged[f"3:{name}"])
         inputs[name] = {key for key, parameter in plan.spec.default_inputs.parameters.items() if parameter.required}
         assert workflow_pb2.WorkflowSpec.FromString(packaged[f"2:{name}"]).template.nodes
-    assert inputs == {name: {"recipe"} for name in names}
+    assert inputs.pop("workflows.evaluate.evaluate") == {"recipe", "policy"}
+    assert inputs == {name: {"recipe"} for name in inputs}
 
 
 def test_every_task_has_its_image_its_cache_and_its_retries(packaged: dict[str, bytes]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from mdiff_core import policies
 from mdiff_core.observe import metrics
 from mdiff_core.worlds import shapes
-from tests.workflows.conftest import Finished, invoke, manifests, post_train
+from tests.workflows.conftest import SMALL, Ended, Finished, invoke, manifests, post_train
 
 
 def test_two_rounds(finished: Finished) -> None:
@@ -106,3 +106,40 @@ def test_going_on_from_a_policy(finished: Finished, ray_address: Mapping[str, st
     (published,) = ended.lines("policy ")
     policy = policies.open_policy(Path(published.removeprefix("policy ")))
     assert policy.parent == policies.open_policy(start).version
+
+
+def test_a_policy_beside_its_base(finished: Finished, ray_address: Mapping[str, str]) -> None:
+    """The base's evaluation is that of the run, found again; the policy's has the same numbers as when the run measured it."""
+    (line,) = finished.ended.lines("policy ")
+    before = manifests(finished.store)
+
+    def compared(*overrides: str) -> Ended:
+        chosen = json.dumps([*SMALL, f"store={finished.store}", *overrides])
+        arguments = ["--recipe", "shapes_flow_grpo", "--policy", line.removeprefix("policy "), "--overrides", chosen]
+        return invoke(["-c", "flyte.config", "run", "workflows/evaluate.py", "evaluate", *arguments], ray_address)
+
+    ended = compared()
+    assert ended.code == 0, ended.said
+    first, last = (
+        r for r in metrics.read(next((finished.store / "runs").glob("shapes*"))) if r["kind"] == "evaluation"
+    )
+    assert ended.lines("reward_mean ") == [
+        f"reward_mean {first[metrics.EVALUATED]:.4f} -> {last[metrics.EVALUATED]:.4f}"
+    ]
+    new = [name.partition("/")[0] for name in manifests(finished.store).keys() - before.keys()]
+    assert sorted(new) == ["evaluation", "policy"]
+    further = '[{"name": "new", "prompts": "assets/shapes_prompts/held_out.jsonl", "count": 1}]'
+    ended = compared(
+        'evaluate.gold=[{"name": "jpeg_compressibility"}]', "evaluate.samples=2", f"evaluate.sets={further}"
+    )
+    assert ended.code == 0, ended.said
+    for name in (
+        "gold/jpeg_compressibility",
+        "diversity",
+        "sets/new/reward_mean",
+        "sets/new/gold/jpeg_compressibility",
+    ):
+        assert len(ended.lines(f"{name} ")) == 1, ended.said
+    (told,) = ended.lines("report ")
+    page = Path(told.removeprefix("report ")).read_text()
+    assert "sets/new/reward" in page and "gold/jpeg_compressibility" in page and "Before and after" in page

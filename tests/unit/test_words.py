@@ -1,0 +1,58 @@
+"""The world of words: one seed is one world, and the real OCR engine reads all of it."""
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mdiff_core import prompts
+from mdiff_core.errors import BadSetting
+from mdiff_core.rewards.ocr import Ocr, OcrOptions
+from mdiff_core.types import Prompt
+from mdiff_core.worlds import words
+
+
+def test_the_engine_reads_what_is_drawn_and_not_another_word() -> None:
+    """60 words; rendering differs a little between versions of FreeType, so one letter may be off."""
+    drawn = list(islice(words.scenes(0), 60))
+    frames = np.stack([image for _, image in drawn])[:, None]
+    asked = [Prompt(id=c.text, text=words.caption(c), metadata=words.metadata(c)) for c, _ in drawn]
+    reward = Ocr(OcrOptions(side=128, threads=2))
+    scores = reward(frames, asked)
+    assert (scores == 1.0).mean() > 0.95
+    assert reward(frames, asked[1:] + asked[:1]).mean() < 0.4
+    plain = [Prompt(id=p.id, text=p.text, metadata={}) for p in asked]
+    assert np.array_equal(reward(frames, plain), scores), "the caption's quotes say the same"
+
+
+def test_equal_seeds_are_equal_worlds_and_words_stay_inside() -> None:
+    first, again, other = (list(islice(words.scenes(seed), 20)) for seed in (3, 3, 4))
+    assert [c for c, _ in first] == [c for c, _ in again] != [c for c, _ in other]
+    assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(first, again, strict=True))
+    for content, image in first:
+        ink = (image != np.array(words.PAPER, np.uint8)).any(axis=2)
+        assert image.shape == (64, 64, 3) and ink.any(), content
+        assert not ink[0].any() and not ink[-1].any() and not ink[:, 0].any() and not ink[:, -1].any(), content
+
+
+def test_files_hold_other_words_than_those_excluded(tmp_path: Path) -> None:
+    words.main(["prompts", "--count", "30", "--seed", "99", "--out", str(tmp_path / "held_out.jsonl")])
+    exclude = ["--exclude", str(tmp_path / "held_out.jsonl")]
+    words.main(["prompts", "--count", "50", "--seed", "1", "--out", str(tmp_path / "train.jsonl"), *exclude])
+    words.main(["images", "--count", "8", "--seed", "7", "--out", str(tmp_path / "images"), *exclude])
+    held_out, train = (words.words_in(tmp_path / f"{name}.jsonl") for name in ("held_out", "train"))
+    captions = (tmp_path / "images" / "captions.jsonl").read_text().splitlines()
+    assert (len(held_out), len(train), len(captions)) == (30, 50, 8)
+    assert not held_out & (train | {json.loads(line)["metadata"]["text"] for line in captions})
+    assert Image.open(tmp_path / "images" / json.loads(captions[0])["image"]).size == (64, 64)
+    assert len(prompts.read(tmp_path / "train.jsonl")) == 50
+
+
+def test_more_words_than_there_are() -> None:
+    known = words.words()
+    assert len(set(known)) == len(known)
+    with pytest.raises(BadSetting, match=rf"count: {len(known) + 1} asked for and {len(known)} words left"):
+        words.contents(len(known) + 1, 0)
