@@ -20,8 +20,8 @@ def refused(arguments: list[str], store: Path, environment: Mapping[str, str]) -
 
 
 def last_words(ended: Ended) -> str:
-    """The end of the output, with line breaks and frames of the terminal taken out."""
-    return " ".join(ended.said.replace("│", " ").split())[-900:]
+    """The end of the output, with line breaks and frames of the terminal taken out; as long as the names of all recipes."""
+    return " ".join(ended.said.replace("│", " ").split())[-2000:]
 
 
 @pytest.mark.parametrize(
