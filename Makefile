@@ -60,5 +60,5 @@ lock:
 	$(COMPILE) $(UPGRADE) pyproject.toml --all-extras --output-file build/all.txt
 	$(COMPILE) pyproject.toml --constraint build/all.txt --extra wandb --output-file requirements/base.txt
 	$(COMPILE) pyproject.toml --constraint build/all.txt --extra wandb --extra sglang --output-file requirements/sglang.txt
-	$(COMPILE) pyproject.toml --constraint build/all.txt --extra wandb --extra dev --output-file requirements/dev.txt
+	$(COMPILE) pyproject.toml --constraint build/all.txt --extra wandb --extra sglang --extra dev --output-file requirements/dev.txt
 	$(COMPILE) --group uv --output-file requirements/uv.txt

@@ -22,6 +22,7 @@ def check(config: RunConfig) -> None:
         check_choice(slot, path, choice)
     check_algorithm(config)
     check_sampling(config)
+    check_engine(config)
     check_rounds(config)
     check_train(config)
     check_hardware(config)
@@ -100,6 +101,17 @@ def check_sampling(config: RunConfig) -> None:
     family = registry.make("family", config.model.family)
     family.check(config.model.path, width=sampling.width, height=sampling.height, frames=sampling.frames)
     registry.make("window", sampling.window).check(sampling.steps)
+
+
+def check_engine(config: RunConfig) -> None:
+    """Whether the engine can draw what the settings ask for."""
+    choice = config.rollout.engine
+    registry.find("engine", choice.name).check(
+        registry.options("engine", choice),
+        family=registry.make("family", config.model.family),
+        kernel=config.sampling.kernel.name,
+        gpus=config.rollout.gpus_per_engine,
+    )
 
 
 def check_rounds(config: RunConfig) -> None:

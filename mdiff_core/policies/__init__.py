@@ -9,6 +9,7 @@ from mdiff_core.policies.artifact import (
     has_ema,
     open_policy,
     tensors,
+    weight_file,
     write_full,
     write_lora,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "open_policy",
     "publish",
     "tensors",
+    "weight_file",
     "write_full",
     "write_lora",
 ]

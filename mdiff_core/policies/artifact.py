@@ -151,11 +151,7 @@ def tensors(policy: PolicyVersion, weights: Weights = "live") -> dict[str, Tenso
     """The policy's own tensors on the CPU, in the dtype they were written in; empty for a base."""
     if policy.kind == "base":
         return {}
-    path = policy.path / ("ema" if weights == "ema" else "") / FILES[policy.kind][0]
-    if not path.is_file():
-        raise BadArtifact(
-            f"{path}: policy {policy.version} has no {weights} weights; evaluate.weights='ema' needs train.ema"
-        )
+    path = weight_file(policy, weights)
     try:
         found = load_file(path)
     except SafetensorError as error:
@@ -165,6 +161,16 @@ def tensors(policy: PolicyVersion, weights: Weights = "live") -> dict[str, Tenso
     bare = {name.removeprefix(PEFT_PREFIX): value for name, value in found.items()}
     _check_pairs(policy.path, bare, policy.targets)
     return bare
+
+
+def weight_file(policy: PolicyVersion, weights: Weights = "live") -> Path:
+    """The safetensors file of a policy that is not a base."""
+    path = policy.path / ("ema" if weights == "ema" else "") / FILES[policy.kind][0]
+    if not path.is_file():
+        raise BadArtifact(
+            f"{path}: policy {policy.version} has no {weights} weights; evaluate.weights='ema' needs train.ema"
+        )
+    return path
 
 
 def has_ema(policy: PolicyVersion) -> bool:

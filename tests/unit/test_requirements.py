@@ -11,7 +11,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-FILES = {"base": ("wandb",), "sglang": ("wandb", "sglang"), "dev": ("wandb", "dev")}
+FILES = {"base": ("wandb",), "sglang": ("wandb", "sglang"), "dev": ("wandb", "sglang", "dev")}
 """Requirements file to the extras it holds beside the runtime."""
 
 
