@@ -4,9 +4,13 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+
+if TYPE_CHECKING:
+    from mdiff_core.contracts import Engine
 
 MARK = "MDIFF_TEST_SESSION"
 os.environ[MARK] = str(os.getpid())  # inherited by whatever a test starts, however far it wanders off
@@ -43,6 +47,20 @@ def tiny_sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pipe.vae.register_to_config(scaling_factor=1.5, shift_factor=0.1)  # as a trained one: neither 1 nor 0
         tiny_sd3.save(pipe, folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def sglang_engine(tiny_sd3: Path) -> "Iterator[Engine]":
+    """An engine with a real SGLang server of the tiny SD3, for every test that is marked so: it takes long to start."""
+    from mdiff_core.fleet.actor import make_engine
+    from mdiff_core.options import Choice
+    from mdiff_core.settings import Model, Rollout
+
+    family = Choice(name="sd3", options={"max_sequence_length": 16})
+    model = Model(path=str(tiny_sd3), family=family, dtype="float32")
+    engine = make_engine(Rollout(group_size=1, engine=Choice(name="sglang")), model)
+    yield engine
+    engine.close()
 
 
 def _marked() -> list[psutil.Process]:
