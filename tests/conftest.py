@@ -74,11 +74,16 @@ def _has_mark(process: psutil.Process) -> bool:
         return False
 
 
+HELPERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
+"""Python's and torch's for shared memory: one for each process that ever needs it, ended with it."""
+
+
 def _is_stray(process: psutil.Process, before: set[int]) -> bool:
-    """Neither there before the test, nor a child of such (a fixture's own), nor Python's helper for shared memory."""
+    """Neither there before the test, nor a child of such (a fixture's own), nor a helper."""
     try:
         lineage = {process.pid, *(parent.pid for parent in process.parents())} - {os.getpid()}
-        return not lineage & before and "multiprocessing.resource_tracker" not in " ".join(process.cmdline())
+        command = " ".join(process.cmdline())
+        return not lineage & before and not any(helper in command for helper in HELPERS)
     except psutil.NoSuchProcess:
         return False
 
