@@ -18,6 +18,7 @@ LOCAL = {
     "RAY_AUTH_MODE": "disabled",  # else Ray writes a token into the home folder
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # workers without a GPU keep the driver's CUDA_VISIBLE_DEVICES
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # of a replaced engine's other batches, which were drawn by another
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else a driver under `uv run` builds an environment per worker
 }
 

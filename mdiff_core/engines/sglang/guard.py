@@ -1,8 +1,9 @@
 """Ends a server for certain: `python -m mdiff_core.engines.sglang.guard FOLDER COMMAND...`, in a session of its own.
 
-Starts COMMAND in another session with FOLDER/server.log as its output, and waits until its own standard input ends (whoever
-holds the other end left, however it died) or the command does. Then nothing of the command's group is left. FOLDER goes with
-it if a byte came first; otherwise only the log stays.
+Leaves its parent (Ray kills a worker's children with it, and this one is there to survive), writes its own and the server's process
+id, starts COMMAND in another session with FOLDER/server.log as its output, and waits until its standard input ends (whoever holds
+the other end left, however it died) or the command does. Then nothing of the command's group is left. FOLDER goes with it if a byte
+came first; otherwise only the log stays. Its standard output ends when it does.
 """
 
 import ctypes
@@ -26,6 +27,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 def main(arguments: Sequence[str]) -> int:
     """Exit code of the command, or 0 when it was ended."""
     folder, command = Path(arguments[0]), arguments[1:]
+    if os.fork():
+        os._exit(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the other end of the pipe decides
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned workers become ours to bury
@@ -34,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, preexec_fn=before_exec
         )
     watched = os.pidfd_open(server.pid)
-    sys.stdout.write(f"{server.pid}\n")
+    sys.stdout.write(f"{os.getpid()} {server.pid}\n")
     sys.stdout.flush()
     ready, _, _ = select.select([sys.stdin.fileno(), watched], [], [])
     asked = sys.stdin.fileno() in ready

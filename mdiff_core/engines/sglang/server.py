@@ -4,7 +4,10 @@ import http.client
 import json
 import logging
 import os
+import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,7 +31,7 @@ PROBE_SECONDS = 5.0
 SERVE = (sys.executable, "-m", "mdiff_core.engines.sglang.serve", "serve")
 STARTS = 3
 """Tries to start, each with other ports: one may be taken between finding it free and using it."""
-PORT_TAKEN = ("port", "unavailable"), ("address already in use",), ("eaddrinuse",)
+PORT_TAKEN = re.compile(r"port \d+ is unavailable|address already in use|EADDRINUSE", re.IGNORECASE)
 
 
 class Server:
@@ -37,6 +40,7 @@ class Server:
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], start_seconds: float) -> None:
         """`arguments` of `sglang serve` but host and ports. EngineFailed when it is not healthy within `start_seconds`."""
         self._guard: subprocess.Popen[str] | None = None
+        """What started the guard; its pipes are the guard's now."""
         deadline = time.monotonic() + start_seconds
         for attempt in range(STARTS):
             self._launch(arguments, environment)
@@ -44,7 +48,7 @@ class Server:
                 self._wait(deadline, start_seconds)
                 return
             except EngineFailed:
-                lost = any(all(word in self._tail().lower() for word in words) for words in PORT_TAKEN)
+                lost = bool(PORT_TAKEN.search(self._tail()))
                 self._end(clean=lost and attempt + 1 < STARTS)
                 if not lost or attempt + 1 == STARTS:
                     raise
@@ -74,7 +78,7 @@ class Server:
     def check(self) -> None:
         """EngineFailed when the server or one of its workers is gone."""
         gone = sorted(pid for pid in self._workers if not alive(pid))
-        if self._guard is None or self._guard.poll() is not None or gone:
+        if self._guard is None or _ended(self._guard, 0.0) or gone:
             raise self.failed(f"its processes {gone or [self._pid]} ended")
 
     def failed(self, what: str) -> EngineFailed:
@@ -106,7 +110,11 @@ class Server:
             start_new_session=True,
         )
         assert self._guard.stdout is not None
-        self._pid = int(self._guard.stdout.readline() or 0)
+        self._guard.wait()
+        told = self._guard.stdout.readline().split()
+        if len(told) != 2:
+            raise self.failed("its guard did not start, for a reason written on this process's stderr")
+        self._guard_pid, self._pid = map(int, told)
 
     def _wait(self, deadline: float, seconds: float) -> None:
         started = told = time.monotonic()
@@ -133,13 +141,12 @@ class Server:
             connection.request(method, path, content, {"Content-Type": "application/json"})
             answer = connection.getresponse()
             return answer.status, answer.read()
-        except TimeoutError:
-            raise self.failed(
-                f"{path} did not answer within {seconds:g} s (rollout.engine.options.answer_seconds)"
-            ) from None
         except (OSError, http.client.HTTPException) as error:
             if method == "GET":
                 raise
+            if isinstance(error, TimeoutError):
+                late = f"{path} did not answer within {seconds:g} s (rollout.engine.options.answer_seconds)"
+                raise self.failed(late) from None
             raise self.failed(f"{path} broke off ({type(error).__name__}: {error})") from error
         finally:
             connection.close()
@@ -158,11 +165,15 @@ class Server:
         with suppress(OSError):
             guard.stdin.write("." if clean else "")
             guard.stdin.close()
-        try:
-            guard.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            guard.kill()  # takes the server along
-            guard.wait()
+        if not _ended(guard, END_SECONDS):
+            with suppress(ProcessLookupError):
+                os.kill(self._guard_pid, signal.SIGKILL)  # takes the server along
         guard.stdout.close()
         if clean:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _ended(guard: "subprocess.Popen[str]", seconds: float) -> bool:
+    """Whether it ends within that time: it writes no more, so its output is readable only at its end."""
+    assert guard.stdout is not None
+    return bool(select.select([guard.stdout], [], [], seconds)[0])
