@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | docs | lock
+# make setup | demo | test | lint | docs | lock | verify-env
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -11,7 +11,7 @@ ENGINE ?=
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test lint docs lock
+.PHONY: help setup demo test lint docs lock verify-env
 
 help:
 	@echo 'make setup                    environment in .venv, from the pinned requirements'
@@ -21,6 +21,7 @@ help:
 	@echo 'make test                     lint, then every test'
 	@echo 'make lint                     ruff, mypy, import direction, file lengths'
 	@echo 'make docs                     write docs/settings.md from the settings themselves'
+	@echo 'make verify-env               compare what is installed with the pins'
 	@echo 'make lock                     pin the requirements anew (UPGRADE=--upgrade takes newer versions)'
 
 setup: .venv/up-to-date
@@ -29,7 +30,7 @@ setup: .venv/up-to-date
 	@test -n '$(PYTHON)' || { echo 'make setup: needs Python 3.11 or 3.12 on PATH (or PYTHON=/path/to/python)' >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --require-hashes -r requirements/uv.txt
-	# Compiled once here: a server, an engine and a test import thousands of modules each.
+# Compiled once here: a server, an engine and a test import thousands of modules each.
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode --require-hashes -r requirements/dev.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	touch $@
@@ -66,3 +67,6 @@ lock:
 	$(COMPILE) pyproject.toml --constraint build/all.txt --extra wandb --extra sglang --output-file requirements/sglang.txt
 	$(COMPILE) pyproject.toml --constraint build/all.txt --extra wandb --extra sglang --extra dev --output-file requirements/dev.txt
 	$(COMPILE) --group uv --output-file requirements/uv.txt
+
+verify-env: setup
+	$(BIN)/python requirements/verify.py requirements/dev.txt requirements/uv.txt
