@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | docs | lock | tiny
+# make setup | demo | test | lint | docs | lock | tiny | verify-env
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -6,20 +6,23 @@ SHELL := bash
 BIN := .venv/bin
 RECIPE ?= shapes_flow_grpo
 GAIN ?= 0.10
+ENGINE ?=
 # The first Python on PATH that runs and is of a supported version; `make setup PYTHON=...` takes another.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test lint docs lock tiny
+.PHONY: help setup demo test lint docs lock tiny verify-env
 
 help:
 	@echo 'make setup                    environment in .venv, from the pinned requirements'
 	@echo 'make demo                     the whole loop on this machine: RL on a tiny SD3, then a report'
 	@echo 'make demo RECIPE=... GAIN=... the same with another recipe and another least gain in reward'
+	@echo 'make demo ENGINE=sglang       the same, drawn by SGLang servers'
 	@echo 'make tiny                     train the demo model anew from nothing, into build/shapes_sd3 (hours on a CPU)'
 	@echo 'make test                     lint, then every test'
 	@echo 'make lint                     ruff, mypy, import direction, file lengths'
 	@echo 'make docs                     write docs/settings.md from the settings themselves'
+	@echo 'make verify-env               compare what is installed with the pins'
 	@echo 'make lock                     pin the requirements anew (UPGRADE=--upgrade takes newer versions)'
 
 setup: .venv/up-to-date
@@ -28,12 +31,14 @@ setup: .venv/up-to-date
 	@test -n '$(PYTHON)' || { echo 'make setup: needs Python 3.11 or 3.12 on PATH (or PYTHON=/path/to/python)' >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --require-hashes -r requirements/uv.txt
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/dev.txt
+# Compiled once here: a server, an engine and a test import thousands of modules each.
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode --require-hashes -r requirements/dev.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	touch $@
 
 demo: setup
-	$(BIN)/pyflyte -c flyte.config run workflows/post_train.py post_train --recipe $(RECIPE)
+	$(BIN)/pyflyte -c flyte.config run workflows/post_train.py post_train --recipe $(RECIPE) \
+		$(if $(ENGINE),--overrides '["rollout.engine.name=$(ENGINE)"]')
 	$(BIN)/python -m mdiff_core.observe.report check "$$(ls -td runs/runs/$(RECIPE)-*/ | head -1)" --gain $(GAIN)
 
 # The shipped tiny model from seeds alone, but for its VAE and text encoders, which are taken from assets/.
@@ -74,5 +79,8 @@ lock:
 	$(COMPILE) $(UPGRADE) pyproject.toml --all-extras --output-file build/all.txt
 	$(COMPILE) pyproject.toml --constraint build/all.txt --extra wandb --output-file requirements/base.txt
 	$(COMPILE) pyproject.toml --constraint build/all.txt --extra wandb --extra sglang --output-file requirements/sglang.txt
-	$(COMPILE) pyproject.toml --constraint build/all.txt --extra wandb --extra dev --output-file requirements/dev.txt
+	$(COMPILE) pyproject.toml --constraint build/all.txt --extra wandb --extra sglang --extra dev --output-file requirements/dev.txt
 	$(COMPILE) --group uv --output-file requirements/uv.txt
+
+verify-env: setup
+	$(BIN)/python requirements/verify.py requirements/dev.txt requirements/uv.txt

@@ -44,6 +44,7 @@ class PacedEngine:
     """Sleeps, then returns a latent of the wanted size."""
 
     Options = PacedOptions
+    batches_at_once = 1
 
     def __init__(self, options: PacedOptions, **parts: Any) -> None:
         self.options = options
@@ -133,6 +134,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=40.0)
     args = parser.parse_args()
     os.environ.update(ray_environment())
+    register()
     import ray
 
     path = {"PYTHONPATH": str(Path(__file__).parents[1])}

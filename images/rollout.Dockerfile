@@ -11,7 +11,8 @@ COPY requirements requirements
 # rest goes into an environment of its own, so that nothing of the base is uninstalled.
 RUN python3 -c "import sys; assert (3, 11) <= sys.version_info < (3, 13), sys.version" \
     && python3 -m venv --system-site-packages /opt/mdiff \
-    && /opt/mdiff/bin/pip install --no-cache-dir --require-hashes -r requirements/sglang.txt
+    && /opt/mdiff/bin/pip install --no-cache-dir --require-hashes -r requirements/sglang.txt \
+    && /opt/mdiff/bin/python requirements/verify.py requirements/sglang.txt
 ENV PATH=/opt/mdiff/bin:$PATH
 
 COPY mdiff_core mdiff_core

@@ -8,7 +8,8 @@ ENV PYTHONPATH=/root PYTHONUNBUFFERED=1 HF_HOME=/var/cache/huggingface
 
 COPY requirements requirements
 RUN pip install --no-cache-dir --require-hashes -r requirements/uv.txt \
-    && uv pip install --no-cache --system --require-hashes -r requirements/base.txt
+    && uv pip install --no-cache --system --require-hashes -r requirements/base.txt \
+    && python requirements/verify.py requirements/base.txt
 
 COPY mdiff_core mdiff_core
 COPY tasks tasks

@@ -23,6 +23,7 @@ def check(config: RunConfig) -> None:
     check_loss(config)
     check_policies(config)
     check_sampling(config)
+    check_engine(config)
     check_rounds(config)
     check_score(config)
     check_train(config)
@@ -175,6 +176,17 @@ def has_noise(kernel: Kernel, sigma: float, sigma_next: float) -> bool:
     latent = torch.zeros(1, 1)
     moments = kernel.moments(latent, latent, *(torch.tensor([value]) for value in (sigma, sigma_next, 0.75)))
     return bool(moments.scale > 0)
+
+
+def check_engine(config: RunConfig) -> None:
+    """Whether the engine can draw what the settings ask for."""
+    choice = config.rollout.engine
+    registry.find("engine", choice.name).check(
+        registry.options("engine", choice),
+        family=registry.make("family", config.model.family),
+        kernel=config.sampling.kernel.name,
+        gpus=config.rollout.gpus_per_engine,
+    )
 
 
 def check_rounds(config: RunConfig) -> None:

@@ -110,6 +110,30 @@ class Family(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """How SGLang knows a family's models."""
+
+    model_id: str
+    """Name that makes it take its own pipeline for a model, wherever the model's files are."""
+    text_encoders: int
+    guidance: str = "guidance_scale"
+    """Request field of classifier-free guidance."""
+    sampling_params: Mapping[str, Any]
+    """Of every request, beside those that all models have."""
+    conditions: Mapping[str, str]
+    """SGLang's name of each tensor that a text becomes, to the family's."""
+
+
+@runtime_checkable
+class Served(Protocol):
+    """A family that SGLang serves with a pipeline of its own."""
+
+    def serving(self) -> Serving:
+        """Names and numbers of it."""
+        ...
+
+
 class TextEncoder(Protocol):
     """Texts to conditions."""
 
@@ -139,6 +163,13 @@ class Engine(Protocol):
     """Draws samples from a policy. Made as `cls(options, family=, model=, dtype=, device=, kernels=)` by the fleet."""
 
     Options: ClassVar[type[Options]]
+    batches_at_once: ClassVar[int]
+    """Calls of `generate` it takes at a time, each in a thread of its own."""
+
+    @classmethod
+    def check(cls, options: Any, *, family: Family, kernel: str, gpus: float) -> None:
+        """Raise BadSetting for a family, kernel or number of GPUs that it cannot draw with; starts nothing."""
+        ...
 
     def load(self, policy: PolicyVersion, weights: Literal["live", "ema", "old"] = "live") -> str:
         """Take these of the policy's weights; return `policies.checksum_of` what is now loaded. No condition counts as sent any more."""

@@ -41,7 +41,10 @@ class ModelPolicy:
 
     def transition(self, rows: Transitions) -> Moments:
         """Gaussian of the step that `rows` took, under the recipe's kernel."""
-        v = self.velocity(rows.x, rows.sigma, rows.conditioning)
+        return self.moments(rows, self.velocity(rows.x, rows.sigma, rows.conditioning))
+
+    def moments(self, rows: Transitions, v: Tensor) -> Moments:
+        """Gaussian of the step that `rows` took, had the velocity been v [B, *latent]."""
         return self._kernel.moments(rows.x, v, rows.sigma, rows.sigma_next, rows.sigma_ceiling)
 
     def log_prob(self, x_next: Tensor, moments: Moments) -> Tensor:

@@ -27,6 +27,7 @@ REGISTRY: dict[str, dict[str, str]] = {
     },
     "engine": {
         "diffusers": "mdiff_core.engines.diffusers:DiffusersEngine",
+        "sglang": "mdiff_core.engines.sglang.engine:SGLangEngine",
     },
     "reward": {
         "aesthetic": "mdiff_core.rewards.aesthetic:Aesthetic",

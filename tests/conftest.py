@@ -4,9 +4,13 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+
+if TYPE_CHECKING:
+    from mdiff_core.contracts import Engine
 
 MARK = "MDIFF_TEST_SESSION"
 os.environ[MARK] = str(os.getpid())  # inherited by whatever a test starts, however far it wanders off
@@ -45,6 +49,20 @@ def tiny_sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def sglang_engine(tiny_sd3: Path) -> "Iterator[Engine]":
+    """An engine with a real SGLang server of the tiny SD3, for every test that is marked so: it takes long to start."""
+    from mdiff_core.fleet.actor import make_engine
+    from mdiff_core.options import Choice
+    from mdiff_core.settings import Model, Rollout
+
+    family = Choice(name="sd3", options={"max_sequence_length": 16})
+    model = Model(path=str(tiny_sd3), family=family, dtype="float32")
+    engine = make_engine(Rollout(group_size=1, engine=Choice(name="sglang")), model)
+    yield engine
+    engine.close()
+
+
 def _marked() -> list[psutil.Process]:
     return [process for process in psutil.process_iter() if process.pid != os.getpid() and _has_mark(process)]
 
@@ -56,11 +74,16 @@ def _has_mark(process: psutil.Process) -> bool:
         return False
 
 
+HELPERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
+"""Python's and torch's for shared memory: one for each process that ever needs it, ended with it."""
+
+
 def _is_stray(process: psutil.Process, before: set[int]) -> bool:
-    """Neither there before the test, nor a child of such (a fixture's own), nor Python's helper for shared memory."""
+    """Neither there before the test, nor a child of such (a fixture's own), nor a helper."""
     try:
         lineage = {process.pid, *(parent.pid for parent in process.parents())} - {os.getpid()}
-        return not lineage & before and "multiprocessing.resource_tracker" not in " ".join(process.cmdline())
+        command = " ".join(process.cmdline())
+        return not lineage & before and not any(helper in command for helper in HELPERS)
     except psutil.NoSuchProcess:
         return False
 

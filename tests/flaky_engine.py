@@ -27,6 +27,7 @@ class FlakyEngine:
     """Obeys `deed` in a prompt's metadata: die, hang, slow, error, fault or refuse; once only if `mark` is a file's path."""
 
     Options = FlakyOptions
+    batches_at_once = 1
 
     def __init__(self, options: FlakyOptions, **parts: Any) -> None:
         self._options = options

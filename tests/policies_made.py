@@ -17,7 +17,9 @@ def base_policy(folder: Path, model: Path) -> PolicyVersion:
     return policies.base_version(folder, base=str(model), base_digest=FAMILY.digest(str(model)))
 
 
-def lora_policy(folder: Path, model: Path, parent: PolicyVersion, *, seed: int = 0, ema: bool = False) -> PolicyVersion:
+def lora_policy(
+    folder: Path, model: Path, parent: PolicyVersion, *, seed: int = 0, ema: bool = False, alpha: float = 4.0
+) -> PolicyVersion:
     """A LoRA on every target of a tiny SD3, strong enough to show."""
     transformer = FAMILY.transformer(str(model), torch.float32, torch.device("cpu"))
     layers = {name: layer for name, layer in transformer.named_modules() if name.endswith(SD3.lora_targets)}
@@ -32,6 +34,6 @@ def lora_policy(folder: Path, model: Path, parent: PolicyVersion, *, seed: int =
         return found
 
     return policies.write_lora(
-        folder, tensors=weights(list(layers)), averages={"ema": weights(list(layers))} if ema else {}, rank=4, alpha=4.0,
+        folder, tensors=weights(list(layers)), averages={"ema": weights(list(layers))} if ema else {}, rank=4, alpha=alpha,
         targets=list(layers), parent=parent, version="00001",
     )  # fmt: skip

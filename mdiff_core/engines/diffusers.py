@@ -37,6 +37,15 @@ class DiffusersEngine:
     """Draws each batch as one forward pass a step, in the process it lives in; see contracts.Engine."""
 
     Options: ClassVar[type[Options]] = DiffusersOptions
+    batches_at_once: ClassVar[int] = 1
+
+    @classmethod
+    def check(cls, options: DiffusersOptions, *, family: Family, kernel: str, gpus: float) -> None:
+        """BadSetting for more than one GPU; it draws with any family and kernel."""
+        if gpus > 1:
+            raise BadSetting(
+                f"rollout.gpus_per_engine: {gpus:g}, but a diffusers engine uses one at most; set it to 1 and use more rollout.engines"
+            )
 
     def __init__(
         self,

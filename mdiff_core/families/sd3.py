@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from mdiff_core import hub
+from mdiff_core.contracts import Serving
 from mdiff_core.errors import BadSetting
 from mdiff_core.options import Options
 from mdiff_core.sigmas import flow_match_sigmas
@@ -114,6 +115,15 @@ class SD3:
                 f"use a shift alone and {TIMESTEPS} timesteps"
             )
         return flow_match_sigmas(steps, config.get("shift", 1.0))
+
+    def serving(self) -> Serving:
+        """SGLang takes one pipeline for every SD3; it cuts the negative text at its own 256 tokens, whatever the option."""
+        return Serving(
+            model_id="stable-diffusion-3.5-medium",
+            text_encoders=3,
+            sampling_params={"max_sequence_length": self.options.max_sequence_length},
+            conditions={name: name for name in ("encoder_hidden_states", "pooled_projections")},
+        )
 
 
 class SD3TextEncoder:

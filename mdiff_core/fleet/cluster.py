@@ -7,6 +7,10 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+NAMESPACE = "mdiff"
+"""Ray's, of engines that outlive a fleet."""
+CLOSE_SECONDS = 10.0
+"""For an engine to end what it started, before it is ended itself."""
 OBJECT_STORE_BYTES = 2**30
 """Of a local Ray; trajectories only pass through, a few batches at a time."""
 
@@ -14,6 +18,7 @@ LOCAL = {
     "RAY_AUTH_MODE": "disabled",  # else Ray writes a token into the home folder
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # workers without a GPU keep the driver's CUDA_VISIBLE_DEVICES
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # of a replaced engine's other batches, which were drawn by another
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else a driver under `uv run` builds an environment per worker
 }
 
@@ -48,6 +53,19 @@ def local_ray() -> Iterator[bool]:
     try:
         yield True
     finally:
+        _close_kept()
         ray.shutdown()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray put its own in place
+
+
+def _close_kept() -> None:
+    """Let engines that fleets have kept end what they started, as servers and their files."""
+    import ray
+
+    kept = [
+        actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE
+    ]
+    closing = [ray.get_actor(name, namespace=NAMESPACE).close.remote() for name in kept]
+    if closing:
+        ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)

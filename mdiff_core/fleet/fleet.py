@@ -10,9 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from mdiff_core import registry
 from mdiff_core.errors import EngineFailed, MdiffError
 from mdiff_core.fleet.actor import EngineActor, pack
-from mdiff_core.fleet.cluster import local_ray
+from mdiff_core.fleet.cluster import CLOSE_SECONDS, NAMESPACE, local_ray
 from mdiff_core.fleet.progress import Progress
 from mdiff_core.policies import Weights, checksum_of, open_policy
 from mdiff_core.settings import Model, Rollout
@@ -26,10 +27,7 @@ CPU_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Threads that wait must sleep: spinning ones slowed a CPU engine 30 times down when something else ran beside it."""
 LOAD_SECONDS = 1800.0
 """Longest that starting an engine and loading a policy may take, tens of gigabytes from a shared disk included."""
-NAMESPACE = "mdiff"
-"""Ray's, of engines that outlive a fleet."""
 TICK_SECONDS = 0.5
-CLOSE_SECONDS = 10.0
 
 Batch = tuple[list[Trajectory], dict[str, Condition]]
 
@@ -67,6 +65,7 @@ class Fleet:
         self._stack = ExitStack()
         self._slots: list[_Slot] = []
         self._batches: Sequence[Sequence[Request]] = ()
+        self._waiting: deque[int] = deque()
         self._restarts = 0
         self._images = 0
         self._entered = self._start_seconds = self._seconds = self._busy = 0.0
@@ -127,12 +126,13 @@ class Fleet:
         EngineFailed when engines died, hung or erred more often than `rollout.restarts`.
         """
         self._batches = batches
-        waiting, finished, position = deque(range(len(batches))), dict[int, Batch](), 0
+        self._waiting = deque(range(len(batches)))
+        finished, position = dict[int, Batch](), 0
         while not self._start_seconds:  # the images' rate is theirs alone
             list(self._collect())
         with Progress(sum(len(request.seeds) for batch in batches for request in batch)) as progress:
             while position < len(batches):
-                self._feed(waiting, position + AHEAD * len(self._slots))
+                self._feed(position + AHEAD * len(self._slots))
                 for number, batch in self._collect():
                     finished[number] = batch
                     progress.add(len(batch[0]))
@@ -150,6 +150,7 @@ class Fleet:
         settings = self._rollout.to_json(), self._model.to_json()
         threads = 0 if self._rollout.gpus_per_engine else int(self._cpus)
         options: dict[str, Any] = {"num_gpus": self._rollout.gpus_per_engine, "num_cpus": self._cpus, "max_restarts": 0}
+        options["max_concurrency"] = registry.find("engine", self._rollout.engine.name).batches_at_once
         if not self._rollout.gpus_per_engine:
             options["runtime_env"] = {"env_vars": CPU_ENVIRONMENT}
         if shared:
@@ -188,12 +189,13 @@ class Fleet:
             ref = slot.actor.generate.remote(self._batches[batch])
         slot.jobs.append(_Job(batch=batch, ref=ref))
 
-    def _feed(self, waiting: deque[int], limit: int) -> None:
-        """Hand out batches below `limit`, one to each engine before a second to any."""
+    def _feed(self, limit: int) -> None:
+        """Hand out batches below `limit`, one to each engine that has its policy before a second to any."""
         for depth in range(1, IN_FLIGHT + 1):
             for slot in self._slots:
-                if waiting and waiting[0] < limit and sum(job.batch is not None for job in slot.jobs) < depth:
-                    self._send(slot, waiting.popleft())
+                ready = len(slot.jobs) < depth and not any(job.batch is None for job in slot.jobs)
+                if ready and self._waiting and self._waiting[0] < limit:
+                    self._send(slot, self._waiting.popleft())
 
     def _collect(self) -> Iterator[tuple[int, Batch]]:
         """What finished within a tick; engines that failed or are overdue are replaced."""
@@ -220,7 +222,7 @@ class Fleet:
             value = ray.get(job.ref)
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
-            if isinstance(cause, MdiffError):
+            if isinstance(cause, MdiffError) and not isinstance(cause, EngineFailed):
                 raise cause from error
             if not isinstance(cause, RuntimeError | OSError | MemoryError):
                 raise  # a fault in the code, which another engine would have too
@@ -243,7 +245,7 @@ class Fleet:
         return None
 
     def _replace(self, slot: _Slot, why: str) -> None:
-        """A new engine in the slot, with the policy, and with all that the old one still owed."""
+        """A new engine in the slot, told to load the policy; whoever is free first draws what the old one owed."""
         import ray
 
         doing = "loading the policy" if slot.jobs[0].batch is None else f"drawing batch {slot.jobs[0].batch}"
@@ -254,11 +256,9 @@ class Fleet:
             )
         self._restarts += 1
         ray.kill(slot.actor)
-        owed = [job.batch for job in slot.jobs if job.batch is not None]
+        self._waiting.extendleft(sorted((job.batch for job in slot.jobs if job.batch is not None), reverse=True))
         new = self._start(slot.number, shared=False)
         slot.actor, slot.jobs, slot.since, slot.shared = new.actor, new.jobs, new.since, False
-        for batch in owed:
-            self._send(slot, batch)
 
 
 def _share(nodes: Sequence[dict[str, Any]], engines: int) -> float:

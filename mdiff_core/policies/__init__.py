@@ -12,6 +12,7 @@ from mdiff_core.policies.artifact import (
     held,
     open_policy,
     tensors,
+    weight_file,
     write_full,
     write_lora,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "open_policy",
     "publish",
     "tensors",
+    "weight_file",
     "write_full",
     "write_lora",
 ]

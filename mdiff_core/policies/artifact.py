@@ -154,11 +154,7 @@ def tensors(policy: PolicyVersion, weights: Weights = "live") -> dict[str, Tenso
     """The policy's own tensors on the CPU, in the dtype they were written in; empty for a base."""
     if policy.kind == "base":
         return {}
-    path = _weight_file(policy, weights)
-    if not path.is_file():
-        raise BadArtifact(
-            f"{path}: policy {policy.version} has no {weights} weights; evaluate.weights='{weights}' needs train.{weights}"
-        )
+    path = weight_file(policy, weights)
     try:
         found = load_file(path)
     except SafetensorError as error:
@@ -172,7 +168,7 @@ def tensors(policy: PolicyVersion, weights: Weights = "live") -> dict[str, Tenso
 
 def has(policy: PolicyVersion, weights: Weights) -> bool:
     """Whether the policy holds this set of weights; live ones it always does."""
-    return weights == "live" or (policy.kind != "base" and _weight_file(policy, weights).is_file())
+    return weights == "live" or (policy.kind != "base" and _place(policy, weights).is_file())
 
 
 def held(policy: PolicyVersion, weights: Weights) -> Weights:
@@ -188,6 +184,16 @@ def checksum_of(policy: PolicyVersion, weights: Weights = "live") -> str:
     return _checksum({name: digest for name, digest in own.items() if "/" not in name}, policy.base_digest)
 
 
+def weight_file(policy: PolicyVersion, weights: Weights = "live") -> Path:
+    """The safetensors file of a policy that is not a base."""
+    path = _place(policy, weights)
+    if not path.is_file():
+        raise BadArtifact(
+            f"{path}: policy {policy.version} has no {weights} weights; evaluate.weights='{weights}' needs train.{weights}"
+        )
+    return path
+
+
 def check_base(policy: PolicyVersion, base_digest: str) -> None:
     """BadArtifact when the policy was trained from another base model than the one at hand."""
     if policy.base_digest != base_digest:
@@ -197,7 +203,7 @@ def check_base(policy: PolicyVersion, base_digest: str) -> None:
         )
 
 
-def _weight_file(policy: PolicyVersion, weights: Weights) -> Path:
+def _place(policy: PolicyVersion, weights: Weights) -> Path:
     return policy.path / ("" if weights == "live" else weights) / FILES[policy.kind][0]
 
 

@@ -39,7 +39,7 @@ def apply_to(transformer: nn.Module, policy: PolicyVersion, weights: Weights = "
     for target in policy.targets:
         weight = parameters[f"{target}.weight"]
         a, b = (found[f"{target}.lora_{side}.weight"].to(weight.device, torch.float32) for side in "AB")
-        weight.copy_(weight.float() + scale * (b @ a))
+        weight.copy_(torch.add(weight.float(), b @ a, alpha=scale))  # rounded as SGLang does it, so that bits compare
     return checksum_of(policy, weights)
 
 

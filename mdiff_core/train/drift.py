@@ -4,12 +4,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mdiff_core import registry
 from mdiff_core.errors import DriftExceeded
 from mdiff_core.jobs import UpdateJob
 from mdiff_core.policy import ModelPolicy
+from mdiff_core.train.diagnosis import cause_of
 from mdiff_core.train.rows import Microbatch
 from mdiff_core.train.shard import from_all, reduced
 from mdiff_core.types import PolicyVersion, Transitions
@@ -37,7 +38,9 @@ class Drift:
         counted = density.noisy & (batch.weight > 0)
         self._parts.append((batch, torch.where(counted, (density.log_prob - rows.log_prob).abs(), 0.0), counted))
 
-    def finish(self, job: UpdateJob, policy: PolicyVersion) -> dict[str, float]:
+    def finish(
+        self, job: UpdateJob, policy: PolicyVersion, live: ModelPolicy, transformer: nn.Module
+    ) -> dict[str, float]:
         """drift_max, drift_mean and, when the loss clips, drift_over_clip; empty for rows without log-probs. Collective.
 
         DriftExceeded, on every rank, past `train.drift_limit`.
@@ -53,7 +56,9 @@ class Drift:
         if clip is not None:
             found["drift_over_clip"] = most / clip
         if not most <= job.train.drift_limit:
-            raise DriftExceeded(diagnosis(job, policy, found, self._rows()))
+            seen = self._rows()
+            worst = self._parts[seen[0]["part"]][0]
+            raise DriftExceeded(message(job, policy, found, seen, cause_of(job, policy, live, transformer, worst)))
         return found
 
     def _rows(self) -> list[dict[str, Any]]:
@@ -65,8 +70,9 @@ class Drift:
                 "sigma": sigma,
                 "sigma_next": after,
                 "guidance": batch.rows.conditioning.guidance,
+                "part": part,
             }
-            for batch, difference, _ in self._parts
+            for part, (batch, difference, _) in enumerate(self._parts)
             if isinstance(batch.rows, Transitions)
             for name, drift, sigma, after in zip(
                 batch.names, difference.tolist(), batch.rows.sigma.tolist(), batch.rows.sigma_next.tolist(), strict=True
@@ -76,16 +82,20 @@ class Drift:
         return sorted(rows, key=lambda row: -row["drift"] if row["drift"] == row["drift"] else -torch.inf)
 
 
-def diagnosis(job: UpdateJob, policy: PolicyVersion, found: dict[str, float], rows: list[dict[str, Any]]) -> str:
-    """What is known of a drift past the limit, and the likeliest cause."""
+def message(
+    job: UpdateJob, policy: PolicyVersion, found: dict[str, float], rows: list[dict[str, Any]], cause: str
+) -> str:
+    """What is known of a drift past the limit, and the likeliest cause; without a diagnosed one, what its shape suggests."""
     worst = rows[0]
     above = [row["sigma"] for row in rows if not row["drift"] <= job.train.drift_limit]
     over = f", {found['drift_over_clip']:.3g} times the loss's clip" if "drift_over_clip" in found else ""
     if DTYPE_OF[job.train.precision] != job.model.dtype:
-        cause = f"train.precision='{job.train.precision}' is not model.dtype='{job.model.dtype}': make them the same"
-    elif len(above) > len(rows) / 2:
+        cause = (
+            f"dtype: train.precision='{job.train.precision}' is not model.dtype='{job.model.dtype}': make them the same"
+        )
+    elif not cause and len(above) > len(rows) / 2:
         cause = "most rows are off, as when the engine drew with other weights: compare the checksum with its log"
-    else:
+    elif not cause:
         cause = (
             "few rows are off, as from rounding where sigma is small: narrow sampling.window or raise train.drift_limit"
         )

@@ -144,7 +144,7 @@ class Trainer:
                 drift.add(self._policies.live, batch)
         metrics = sums.means(len(step.rows))
         if drift is not None:
-            metrics |= drift.finish(self._job, self._policy)
+            metrics |= drift.finish(self._job, self._policy, self._policies.live, self._model.transformer)
         return metrics | self._apply()
 
     def _apply(self) -> dict[str, float]:

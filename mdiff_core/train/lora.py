@@ -125,6 +125,20 @@ def using(transformer: nn.Module, adapter: str) -> Iterator[nn.Module]:
             layer._active_adapter = [LIVE]
 
 
+@contextmanager
+def scaled(transformer: nn.Module, factor: float) -> Iterator[nn.Module]:
+    """The live adapter `factor` times as strong."""
+    layers = _layers(transformer)
+    right = [layer.scaling[LIVE] for layer in layers]
+    try:
+        for layer in layers:
+            layer.scaling[LIVE] *= factor
+        yield transformer
+    finally:
+        for layer, scale in zip(layers, right, strict=True):
+            layer.scaling[LIVE] = scale
+
+
 def _layers(transformer: nn.Module) -> list[Any]:
     from peft.tuners.lora import LoraLayer
 

@@ -25,10 +25,17 @@ def in_process(name: str, model: Path) -> Engine:
 
 
 STARTED: dict[str, Callable[[str, Path], Engine]] = {"diffusers": in_process}
+SHARED = {"sglang": "sglang_engine"}
+"""Fixtures of engines that take long to start, and so are everybody's."""
+MARKS = {"sglang": pytest.mark.sglang}
+NAMES = [pytest.param(name, marks=MARKS.get(name, ())) for name in sorted(registry.REGISTRY["engine"])]
 
 
-@pytest.fixture(scope="module", params=sorted(registry.REGISTRY["engine"]))
+@pytest.fixture(scope="module", params=NAMES)
 def engine(request: pytest.FixtureRequest, tiny_sd3: Path) -> Iterator[Engine]:
+    if request.param in SHARED:
+        yield request.getfixturevalue(SHARED[request.param])
+        return
     assert request.param in STARTED, f"say in STARTED how engine '{request.param}' is started on a CPU"
     made = STARTED[request.param](request.param, tiny_sd3)
     yield made

@@ -37,6 +37,7 @@ def given_ray() -> Iterator[None]:
     """A Ray that belongs to somebody else, whose workers know the flaky engine."""
     import ray
 
+    register()
     os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
     workers = {"worker_process_setup_hook": register, "env_vars": {"PYTHONPATH": str(ROOT)}}
     quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
@@ -157,13 +158,13 @@ def test_few_batches_are_out_at_a_time(policy: Path, monkeypatch: pytest.MonkeyP
     slots = [_Slot(number=number, actor=None, shared=False) for number in range(2)]
     monkeypatch.setattr(fleet, "_slots", slots)
     monkeypatch.setattr(fleet, "_send", lambda slot, batch: slot.jobs.append(_Job(batch=batch, ref=None)))
-    waiting = deque(range(100))
-    fleet._feed(waiting, AHEAD * 2)
+    fleet._waiting = waiting = deque(range(100))
+    fleet._feed(AHEAD * 2)
     assert [[job.batch for job in slot.jobs] for slot in slots] == [[0, 2], [1, 3]]
     assert IN_FLIGHT == 2
     for _ in range(50):  # the first batch is slow, all others are back at once
         slots[1].jobs.clear()
-        fleet._feed(waiting, AHEAD * 2)
+        fleet._feed(AHEAD * 2)
     assert waiting[0] == AHEAD * 2
 
 

@@ -47,7 +47,7 @@ def test_the_python_is_one_that_the_project_supports(image: str) -> None:
 
 def test_the_rollout_image_has_the_pinned_sglang() -> None:
     (base,) = arguments("rollout", "FROM")
-    (asked,) = map(Requirement, PROJECT["optional-dependencies"]["sglang"])
+    asked = next(r for r in map(Requirement, PROJECT["optional-dependencies"]["sglang"]) if r.name == "sglang")
     assert re.fullmatch(rf"lmsysorg/sglang:v{str(asked.specifier).removeprefix('==')}-cu130", base)
     pinned = (ROOT / "requirements" / "sglang.txt").read_text()
     assert f"\nsglang{asked.specifier} " in pinned
@@ -66,6 +66,11 @@ def test_only_pinned_and_hashed_packages_are_installed(image: str) -> None:
     files = [re.search(r"-r requirements/(\w+)\.txt\s*$", install) for install in installs]
     assert all("--require-hashes" in install for install in installs) and all(files)
     assert [found.group(1) for found in files if found][-1] == REQUIREMENTS[image]
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_what_is_installed_is_compared_with_the_pins(image: str) -> None:
+    assert f"requirements/verify.py requirements/{REQUIREMENTS[image]}.txt" in " ".join(arguments(image, "RUN"))
 
 
 @pytest.mark.parametrize("image", IMAGES)

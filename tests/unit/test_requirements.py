@@ -1,6 +1,8 @@
 """The pinned requirements say what pyproject.toml asks for, agree with each other, and name no place."""
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-FILES = {"base": ("wandb",), "sglang": ("wandb", "sglang"), "dev": ("wandb", "dev")}
+FILES = {"base": ("wandb",), "sglang": ("wandb", "sglang"), "dev": ("wandb", "sglang", "dev")}
 """Requirements file to the extras it holds beside the runtime."""
 
 
@@ -62,3 +64,36 @@ def test_every_pin_is_exact_and_hashed_and_names_no_place(name: str) -> None:
 def test_uv_is_the_version_that_the_project_names() -> None:
     (asked,) = map(Requirement, PROJECT["dependency-groups"]["uv"])
     assert [str(pinned) for pinned in requirements("uv")] == [str(asked)]
+
+
+def verify(*files: Path | str) -> tuple[int, str]:
+    command = [sys.executable, str(ROOT / "requirements" / "verify.py"), *map(str, files)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    return ended.returncode, ended.stdout
+
+
+def test_this_environment_has_what_is_pinned() -> None:
+    code, said = verify(ROOT / "requirements" / "dev.txt", ROOT / "requirements" / "uv.txt")
+    assert code == 0, said
+    assert re.findall(r"^ +(\d+) (?:mismatched|missing)$", said, flags=re.MULTILINE) == ["0", "0"]
+
+
+def test_every_difference_from_the_pins_is_named(tmp_path: Path) -> None:
+    """torch is there as 2.11.0+cu130 or +cpu; a marker that does not hold here asks for nothing."""
+    torch = next(r for r in requirements("dev") if r.name == "torch")
+    lines = [
+        f"{torch} \\\n    --hash=sha256:0",
+        "pytest==0.1",
+        "no-such-package==1.0",
+        "other==1.0 ; sys_platform == 'plan9'",
+    ]
+    (tmp_path / "some.txt").write_text("\n".join(lines))
+    code, said = verify(tmp_path / "some.txt")
+    assert code == 1
+    for line in (
+        r" 1 matched\n",
+        r" 1 mismatched\n +pytest \S+, pinned ==0.1\n",
+        r" 1 missing\n +no-such-package==1.0\n",
+        r"\d+ extra\n",
+    ):
+        assert re.search(line, said), said

@@ -1,0 +1,32 @@
+"""The server's main module: `python -m mdiff_core.engines.sglang.serve serve --model-path ...`; its workers import it again.
+
+Two things that SGLang 0.5.17 does badly on a CPU are put right here, by way of torch and zmq; it is left as it is.
+"""
+
+from typing import Any
+
+import torch
+import zmq
+
+IDLE_MS = 2
+"""A worker's nap when nobody asks for anything."""
+
+if "empty_cache" not in vars(torch.cpu):  # called after merging a LoRA, on whatever device
+    vars(torch.cpu)["empty_cache"] = lambda: None
+
+
+def recv_patiently(socket: zmq.Socket[bytes], flags: int = 0, **options: Any) -> Any:
+    """Wait a little before there is nothing: the worker asks without a pause, which would keep a core busy for good."""
+    if flags & zmq.NOBLOCK and not socket.poll(IDLE_MS):
+        raise zmq.Again
+    return recv_at_once(socket, flags, **options)
+
+
+if __name__ == "__mp_main__":
+    recv_at_once = zmq.Socket.recv_multipart
+    zmq.Socket.recv_multipart = recv_patiently  # type: ignore[assignment]
+
+if __name__ == "__main__":
+    from sglang.cli.main import main
+
+    main()
