@@ -18,6 +18,7 @@ from mdiff_core.types import (
     Prompt,
     Request,
     Rows,
+    ScoreColumns,
     Trajectory,
     Transitions,
 )
@@ -215,22 +216,9 @@ class Filter(Protocol):
         """Whether what it drops still counts in its group's mean and std."""
         ...
 
-    def __call__(self, table: "ScoreColumns") -> "list[str]":
+    def __call__(self, table: ScoreColumns) -> list[str]:
         """One reason per sample; empty keeps it. Looks at columns only, never at position."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreColumns:
-    """What a filter sees: aligned columns of the samples that are kept so far, or dropped but in the baseline."""
-
-    sample: Sequence[str]
-    group: Sequence[str]
-    total: np.ndarray
-    """[N] float64."""
-    fingerprint: Sequence[str]
-    """Digest of each sample's frames."""
-    metadata: Sequence[Mapping[str, Any]]
 
 
 class Policy(Protocol):

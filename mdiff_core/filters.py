@@ -9,10 +9,10 @@ import numpy as np
 from pydantic import Field, JsonValue, model_validator
 
 from mdiff_core import own_code
-from mdiff_core.contracts import Filter, ScoreColumns
+from mdiff_core.contracts import Filter
 from mdiff_core.errors import BadSetting
 from mdiff_core.options import Options
-from mdiff_core.types import Scored
+from mdiff_core.types import ScoreColumns, Scored
 
 
 def apply(

@@ -257,3 +257,16 @@ class PolicyVersion:
     """sha256 over the weight files' sha256; of the base digest when there are none."""
     targets: tuple[str, ...]
     """Names of the adapted modules; empty unless kind is lora."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreColumns:
+    """What a filter sees: aligned columns of the samples that are kept so far, or dropped but in the baseline."""
+
+    sample: Sequence[str]
+    group: Sequence[str]
+    total: np.ndarray
+    """[N] float64."""
+    fingerprint: Sequence[str]
+    """Digest of each sample's frames."""
+    metadata: Sequence[Mapping[str, Any]]

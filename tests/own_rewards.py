@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mdiff_core.contracts import ScoreColumns
-from mdiff_core.types import Prompt
+from mdiff_core.types import Prompt, ScoreColumns
 
 NOT_A_FUNCTION = 3
 

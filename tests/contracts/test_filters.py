@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from mdiff_core.contracts import Filter, ScoreColumns
+from mdiff_core.contracts import Filter
 from mdiff_core.options import Choice
 from mdiff_core.registry import REGISTRY, make
+from mdiff_core.types import ScoreColumns
 
 EXAMPLES = {
     "score_range": {"low": 0.1},

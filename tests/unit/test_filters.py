@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from mdiff_core.advantages import compute
-from mdiff_core.contracts import ScoreColumns
 from mdiff_core.errors import BadSetting
 from mdiff_core.filters import (
     Duplicates,
@@ -24,7 +23,7 @@ from mdiff_core.filters import (
     enough,
 )
 from mdiff_core.settings import Advantage
-from mdiff_core.types import Scored
+from mdiff_core.types import ScoreColumns, Scored
 from tests import own_rewards
 
 
