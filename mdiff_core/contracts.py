@@ -13,7 +13,9 @@ from mdiff_core.types import (
     Cells,
     Condition,
     Conditioning,
+    Frozen,
     Moments,
+    Needs,
     PolicyVersion,
     Prompt,
     Request,
@@ -235,25 +237,6 @@ class Policy(Protocol):
     def log_prob(self, x_next: Tensor, moments: Moments) -> Tensor:
         """[B] float32 under the recipe's kernel."""
         ...
-
-
-Frozen = Literal["reference", "start", "old", "ema"]
-"""Policies that a loss may compare the live one with: the base (LoRA off, or a frozen copy), a frozen copy of what the run
-started from, the old policy (`train.old`; without it what the round started from), and the average (`train.ema`)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """What a loss asks of the run beside its rows."""
-
-    policies: frozenset[Frozen] = frozenset()
-    """Each costs a forward pass a row, and an adapter or, in full fine-tuning, a copy of the model."""
-    timesteps: float = 0.0
-    """Share of the sampler's sigmas at which a sample is trained in an optimizer step, each as a row; 0: one row as it is."""
-    guidance: bool = True
-    """Whether samples drawn with classifier-free guidance may be trained on; a loss that says no has an option `guided`."""
-    normalised: bool = False
-    """Whether log-probs must be of a density that integrates to 1."""
 
 
 class Policies(Protocol):

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mdiff_core.contracts import Family, Frozen, Kernel
+from mdiff_core.contracts import Family, Kernel
 from mdiff_core.errors import BadSetting
 from mdiff_core.guidance import guided_velocity
-from mdiff_core.types import Conditioning, Moments, Transitions
+from mdiff_core.types import Conditioning, Frozen, Moments, Transitions
 
 View = Callable[[], AbstractContextManager[nn.Module]]
 """Puts a transformer's weights in place for as long as the context is open."""

@@ -1,9 +1,9 @@
 """The records of a round, in the order in which they are made. Tensors live on the CPU unless a field says otherwise."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -270,3 +270,22 @@ class ScoreColumns:
     fingerprint: Sequence[str]
     """Digest of each sample's frames."""
     metadata: Sequence[Mapping[str, Any]]
+
+
+Frozen = Literal["reference", "start", "old", "ema"]
+"""Policies that a loss may compare the live one with: the base (LoRA off, or a frozen copy), a frozen copy of what the run
+started from, the old policy (`train.old`; without it what the round started from), and the average (`train.ema`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a loss asks of the run beside its rows."""
+
+    policies: frozenset[Frozen] = frozenset()
+    """Each costs a forward pass a row, and an adapter or, in full fine-tuning, a copy of the model."""
+    timesteps: float = 0.0
+    """Share of the sampler's sigmas at which a sample is trained in an optimizer step, each as a row; 0: one row as it is."""
+    guidance: bool = True
+    """Whether samples drawn with classifier-free guidance may be trained on; a loss that says no has an option `guided`."""
+    normalised: bool = False
+    """Whether log-probs must be of a density that integrates to 1."""

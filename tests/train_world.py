@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from mdiff_core import policies, registry, tables
-from mdiff_core.contracts import Needs, Policies
+from mdiff_core.contracts import Policies
 from mdiff_core.errors import BadSetting, DriftExceeded
 from mdiff_core.guidance import guided_velocity
 from mdiff_core.jobs import UpdateJob
@@ -27,7 +27,7 @@ from mdiff_core.settings import Model, Sampling, Train
 from mdiff_core.sigmas import flow_match_sigmas
 from mdiff_core.stages import update
 from mdiff_core.train.state import empty_state
-from mdiff_core.types import Cells, Condition, Conditioning, Transitions
+from mdiff_core.types import Cells, Condition, Conditioning, Needs, Transitions
 
 FAMILY = "stand_in"
 LATENT = (2, 4, 4)

@@ -7,10 +7,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from mdiff_core.contracts import Needs, Policies
+from mdiff_core.contracts import Policies
 from mdiff_core.objectives import OnSamples, VelocityKL, clipped, noised
 from mdiff_core.sde import row_mean
-from mdiff_core.types import Cells, Samples
+from mdiff_core.types import Cells, Needs, Samples
 
 Weighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
 

@@ -8,10 +8,10 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from mdiff_core.contracts import Needs, Policies, Policy
+from mdiff_core.contracts import Policies, Policy
 from mdiff_core.objectives import Anchor, OnSamples, noised
 from mdiff_core.sde import row_mean
-from mdiff_core.types import Cells, Conditioning, Preferences
+from mdiff_core.types import Cells, Conditioning, Needs, Preferences
 
 
 class DPOOptions(OnSamples):

@@ -5,9 +5,9 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from mdiff_core.contracts import Needs, Policies
+from mdiff_core.contracts import Policies
 from mdiff_core.objectives import StepKL, compared, distance
-from mdiff_core.types import Cells, Transitions
+from mdiff_core.types import Cells, Needs, Transitions
 
 
 class DPPOOptions(StepKL):

@@ -7,10 +7,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from mdiff_core.contracts import Needs, Policies
+from mdiff_core.contracts import Policies
 from mdiff_core.objectives import OnSamples, VelocityKL, noised, velocity_gap
 from mdiff_core.sde import per_row, row_mean
-from mdiff_core.types import Cells, Samples
+from mdiff_core.types import Cells, Needs, Samples
 
 Mode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
 

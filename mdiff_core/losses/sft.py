@@ -8,11 +8,11 @@ from pydantic import Field
 from torch import Tensor
 
 from mdiff_core import seeds
-from mdiff_core.contracts import Needs, Policies
+from mdiff_core.contracts import Policies
 from mdiff_core.options import Options
 from mdiff_core.sde import per_row, row_mean
 from mdiff_core.sigmas import shifted
-from mdiff_core.types import Cells, CleanRows
+from mdiff_core.types import Cells, CleanRows, Needs
 
 
 class SFTOptions(Options):

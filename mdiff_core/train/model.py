@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mdiff_core import policies
-from mdiff_core.contracts import Family, Frozen
+from mdiff_core.contracts import Family
 from mdiff_core.errors import BadArtifact, BadSetting
 from mdiff_core.jobs import UpdateJob
 from mdiff_core.policy import View
 from mdiff_core.train import lora, shard
 from mdiff_core.train.precision import COMPUTE, STORED
-from mdiff_core.types import PolicyVersion
+from mdiff_core.types import Frozen, PolicyVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,12 @@ from typing import get_args
 import pytest
 import torch
 
-from mdiff_core.contracts import Frozen, Loss, RowKind
+from mdiff_core.contracts import Loss, RowKind
 from mdiff_core.kernels.flow_sde import FlowSDE, FlowSDEOptions
 from mdiff_core.options import Choice
 from mdiff_core.registry import REGISTRY, make
 from mdiff_core.sigmas import flow_match_sigmas
-from mdiff_core.types import Conditioning
+from mdiff_core.types import Conditioning, Frozen
 from tests.toy_policies import ToyPolicies, clean_rows, preferences, samples, transitions
 
 VARIANTS = {
