@@ -10,6 +10,12 @@ import torch
 from mdiff_core.errors import BadSetting
 
 
+def source(model: str) -> tuple[str, str | None]:
+    """(folder or hub id, revision): `owner/name@revision` names a branch, tag or commit of the hub; a folder has none."""
+    name, at, revision = model.rpartition("@")
+    return (model, None) if not at or Path(model).is_dir() else (name, revision)
+
+
 def config_on_disk(model: str, name: str) -> dict[str, Any] | None:
     """`name` (such as vae/config.json) of a local folder or the hub's local cache; None for a hub id that is not on disk."""
     from huggingface_hub import try_to_load_from_cache
@@ -19,9 +25,12 @@ def config_on_disk(model: str, name: str) -> dict[str, Any] | None:
         if not path.is_file():
             raise BadSetting(f"model.path '{model}': no {name} in it; give a model in diffusers' layout")
         return cast(dict[str, Any], json.loads(path.read_text()))
-    if model.count("/") != 1 or model.startswith((".", "/", "~")):
-        raise BadSetting(f"model.path '{model}': no such folder, and not a hub id; give a folder or owner/name")
-    cached = try_to_load_from_cache(model, name)
+    owner_name, revision = source(model)
+    if owner_name.count("/") != 1 or owner_name.startswith((".", "/", "~")) or revision == "":
+        raise BadSetting(
+            f"model.path '{model}': no such folder, and not a hub id; give a folder, owner/name or owner/name@revision"
+        )
+    cached = try_to_load_from_cache(owner_name, name, revision=revision)
     return cast(dict[str, Any], json.loads(Path(cached).read_text())) if isinstance(cached, str) else None
 
 
@@ -34,7 +43,8 @@ def config(model: str, name: str) -> dict[str, Any]:
     if found is not None:
         return found
     try:
-        path = hf_hub_download(model, name)
+        owner_name, revision = source(model)
+        path = hf_hub_download(owner_name, name, revision=revision)
     except (EntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
         raise BadSetting(
             f"model.path '{model}': no such folder here, and the hub did not give {name} ({str(error).splitlines()[0]}); "
@@ -45,7 +55,15 @@ def config(model: str, name: str) -> dict[str, Any]:
 
 def load(kind: Any, model: str, part: str, **dtype: torch.dtype) -> Any:
     """A frozen part of the model, from safetensors alone: nothing is unpickled, and none of the model's own code runs."""
-    return kind.from_pretrained(model, subfolder=part, use_safetensors=True, **dtype).eval().requires_grad_(False)
+    where, revision = source(model)
+    found = kind.from_pretrained(where, subfolder=part, revision=revision, use_safetensors=True, **dtype)
+    return found.eval().requires_grad_(False)
+
+
+def tokenizer(kind: Any, model: str, part: str) -> Any:
+    """A tokenizer of the model."""
+    where, revision = source(model)
+    return kind.from_pretrained(where, subfolder=part, revision=revision)
 
 
 def copy_without(model: str, out: Path, part: str) -> None:
@@ -53,10 +71,10 @@ def copy_without(model: str, out: Path, part: str) -> None:
     from huggingface_hub import snapshot_download
 
     kept = ["*.json", "*.safetensors", "*.txt", "*.model"]
-    source = (
-        model if Path(model).is_dir() else snapshot_download(model, allow_patterns=kept, ignore_patterns=f"{part}/*")
-    )
-    shutil.copytree(source, out, ignore=lambda folder, _: [part] if Path(folder) == Path(source) else [])
+    where, revision = source(model)
+    if not Path(where).is_dir():
+        where = snapshot_download(where, revision=revision, allow_patterns=kept, ignore_patterns=f"{part}/*")
+    shutil.copytree(where, out, ignore=lambda folder, _: [part] if Path(folder) == Path(where) else [])
 
 
 def save(part: Any, folder: Path) -> None:

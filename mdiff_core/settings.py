@@ -14,7 +14,7 @@ class Model(Options):
     """Which model is trained."""
 
     path: str
-    """Local folder, or hub id, in diffusers layout."""
+    """Local folder, or hub id, in diffusers layout; `owner/name@revision` holds on to a branch, tag or commit of the hub."""
     family: Choice
     """Architecture; options are the family's."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"

@@ -134,7 +134,7 @@ class SD3TextEncoder:
 
         def pair(encoder: Any, tokenizer: Any, part: str) -> tuple[Any, Any]:
             loaded = hub.load(encoder, model, f"text_encoder{part}", dtype=dtype).to(device)
-            return tokenizer.from_pretrained(model, subfolder=f"tokenizer{part}"), loaded
+            return hub.tokenizer(tokenizer, model, f"tokenizer{part}"), loaded
 
         self._device, self._length = device, length
         self._width = hub.config(model, "transformer/config.json")["joint_attention_dim"]

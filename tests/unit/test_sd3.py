@@ -177,20 +177,24 @@ def test_digest_is_of_the_architecture(family: SD3, tiny_sd3: Path, tmp_path: Pa
 def test_digest_of_a_hub_id_comes_from_the_hubs_cache(
     family: SD3, tiny_sd3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """From the revision that the id names."""
     from huggingface_hub import constants
 
-    commit = "0" * 40
-    snapshot = tmp_path / f"models--someone--sd3/snapshots/{commit}/transformer"
-    snapshot.mkdir(parents=True)
-    shutil.copy(tiny_sd3 / "transformer/config.json", snapshot)
-    (tmp_path / "models--someone--sd3/refs").mkdir()
-    (tmp_path / "models--someone--sd3/refs/main").write_text(commit)
+    config = json.loads((tiny_sd3 / "transformer/config.json").read_text())
+    (tmp_path / "models--someone--sd3/refs").mkdir(parents=True)
+    for revision, commit, layers in (("main", "0" * 40, 0), ("v2", "1" * 40, 1)):
+        snapshot = tmp_path / f"models--someone--sd3/snapshots/{commit}/transformer"
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text(json.dumps({**config, "num_layers": config["num_layers"] + layers}))
+        (tmp_path / "models--someone--sd3/refs" / revision).write_text(commit)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    assert family.digest("someone/sd3") == family.digest(str(tiny_sd3))
+    assert family.digest("someone/sd3") == family.digest(str(tiny_sd3)) == family.digest(f"someone/sd3@{'0' * 40}")
+    assert family.digest("someone/sd3@v2") == family.digest(f"someone/sd3@{'1' * 40}") != family.digest("someone/sd3")
 
 
 @pytest.mark.parametrize(("model", "words"), [
     ("no/such-model", "hub did not give"), ("/no/such/folder", "no such folder"), ("nothing", "no such folder"),
+    ("no/such-model@v1", "hub did not give"), ("someone/sd3@", "no such folder"),
 ])  # fmt: skip
 def test_a_model_that_is_nowhere(family: SD3, model: str, words: str) -> None:
     with pytest.raises(BadSetting, match=rf"model\.path '{model}': .*{words}"):
