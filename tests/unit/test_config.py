@@ -270,7 +270,7 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
             ['evaluate.gold=[{"name": "ocr"}, {"name": "ocr"}]'],
             "evaluate.gold.1.name: 'ocr' is there twice",
         ),
-        (RL, ['evaluate.gold=[{"name": "ocr"}]'], "prompts.held_out: assets/shapes_prompts/eight.jsonl:1: prompt"),
+        (RL, ['evaluate.gold=[{"name": "ocr"}]'], "prompts.held_out: assets/shapes_prompts/held_out.jsonl:1: prompt"),
         (RL, ['evaluate.gold=[{"name": "clipp"}]'], "evaluate.gold.0.name: 'clipp' is not a known reward"),
         (RL, ["evaluate.width=68"], "sampling.width: 68 is not a multiple of 8"),
         (
