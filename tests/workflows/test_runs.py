@@ -5,10 +5,12 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from mdiff_core import policies
 from mdiff_core.observe import metrics
 from mdiff_core.worlds import shapes
-from tests.workflows.conftest import Finished, invoke, manifests, post_train
+from tests.workflows.conftest import PYFLYTE, Finished, call, invoke, manifests, post_train
 
 
 def test_two_rounds(finished: Finished) -> None:
@@ -105,3 +107,16 @@ def test_going_on_from_a_policy(finished: Finished, ray_address: Mapping[str, st
     (published,) = ended.lines("policy ")
     policy = policies.open_policy(Path(published.removeprefix("policy ")))
     assert policy.parent == policies.open_policy(start).version
+
+
+@pytest.mark.sglang
+def test_a_run_drawn_by_sglang(tmp_path: Path) -> None:
+    """By the command as a user types it: the server stays up between stages and ends with the run."""
+    chosen = ("rollout.engine.name=sglang", "sampling.guidance=2")
+    ended = call([*PYFLYTE, *post_train(tmp_path, *chosen, rounds=1)], {})
+    assert ended.code == 0, ended.said
+    (folder,) = (tmp_path / "runs").iterdir()
+    records = metrics.read(folder)
+    assert [record["kind"] for record in records] == ["evaluation", "round", "evaluation"]
+    assert records[1]["update/drift_max"] < 1e-5
+    assert all(record.get("rollout/restarts", 0) == 0 for record in records)
