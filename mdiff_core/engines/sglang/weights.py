@@ -32,7 +32,7 @@ class Update:
     """Weights to deliver."""
 
     name: str
-    """Of these very bytes, and a folder's name: the server takes what it has under a known name for the same."""
+    """Of these very tensors."""
     tensors: Mapping[str, Tensor]
     """By the artifact's names."""
     adapter: Adapter | None
@@ -61,7 +61,7 @@ class FromFiles:
         self._adapted = False
 
     def deliver(self, update: Update) -> None:
-        folder = self._server.folder / "weights" / update.name
+        folder = self._server.folder / "weights" / folder_name(update)
         folder.mkdir(parents=True, exist_ok=True)
         if update.adapter is None:
             deliver_folder(self._server, _full(folder, update))
@@ -115,6 +115,12 @@ class FromTensors:
             nothing = {name: value * 0 if "lora_B" in name else value for name, value in self._last.tensors.items()}
             self.deliver(replace(self._last, tensors=nothing))
             self._last = None
+
+
+def folder_name(update: Update) -> str:
+    """Of these tensors at this scale: the server takes an adapter for the one it has when path and strength are the same."""
+    adapter = update.adapter
+    return update.name if adapter is None else f"{update.name}-{adapter.alpha:g}-{adapter.rank}"
 
 
 def deliver_folder(server: Server, model: str) -> None:
