@@ -14,7 +14,7 @@ from mdiff_core import registry
 from mdiff_core.errors import EngineFailed, MdiffError
 from mdiff_core.fleet.actor import EngineActor, pack
 from mdiff_core.fleet.cluster import CLOSE_SECONDS, NAMESPACE, local_ray
-from mdiff_core.fleet.progress import Progress
+from mdiff_core.fleet.progress import LOG, LOG_SECONDS, Progress
 from mdiff_core.policies import Weights, checksum_of, open_policy
 from mdiff_core.settings import Model, Rollout
 from mdiff_core.types import Condition, Request, Trajectory
@@ -128,8 +128,7 @@ class Fleet:
         self._batches = batches
         self._waiting = deque(range(len(batches)))
         finished, position = dict[int, Batch](), 0
-        while not self._start_seconds:  # the images' rate is theirs alone
-            list(self._collect())
+        self._wait_for_one()  # the images' rate is theirs alone
         with Progress(sum(len(request.seeds) for batch in batches for request in batch)) as progress:
             while position < len(batches):
                 self._feed(position + AHEAD * len(self._slots))
@@ -142,6 +141,15 @@ class Fleet:
                     position += 1
         self._images += progress.done
         self._seconds += progress.seconds
+
+    def _wait_for_one(self) -> None:
+        """Until an engine has its policy; says now and then that it takes long."""
+        told = time.monotonic()
+        while not self._start_seconds:
+            list(self._collect())
+            if time.monotonic() - told > LOG_SECONDS:
+                told = time.monotonic()
+                LOG.info("engines are starting, %.0f s so far, %d restarts", told - self._entered, self._restarts)
 
     def _start(self, number: int, shared: bool) -> _Slot:
         """A new engine, or with `shared` the one that an earlier fleet left; told to load the policy."""

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from mdiff_core import registry
-from mdiff_core.contracts import Family
+from mdiff_core.contracts import Family, Served
 from mdiff_core.errors import BadSetting
 from mdiff_core.options import Choice, Options
 from mdiff_core.types import Condition
@@ -131,3 +131,14 @@ def test_the_codec_gives_frames_for_latents_and_back(named: tuple[Any, str]) -> 
     assert frames.shape == (3, 1, SIZE // 2, SIZE, 3) and frames.dtype == np.uint8
     latents = codec.encode(frames)
     assert latents.shape == (3, *shape) and latents.dtype is torch.float32 and latents.device == CPU
+
+
+def test_a_family_that_sglang_serves_says_how(named: tuple[Any, str]) -> None:
+    """By its own names for what a text becomes; each is a tensor that its encoder makes."""
+    family, model = named
+    if not isinstance(family, Served):
+        return
+    serving = family.serving()
+    assert serving.model_id and serving.text_encoders > 0
+    (condition,) = family.encoder(model, torch.float32, CPU)(["a red circle"])
+    assert set(serving.conditions.values()) == set(condition)

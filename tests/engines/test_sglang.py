@@ -256,12 +256,14 @@ def test_the_trainer_repeats_its_log_probs_before_and_after_a_sync(
     assert policies.open_policy(policy).kind == "lora"
 
 
-def test_a_non_integer_alpha_is_not_cut(
-    sglang_engine: SGLangEngine, base: PolicyVersion, lora: PolicyVersion, transformer: nn.Module, tiny_sd3: Path, tmp_path: Path
-) -> None:  # fmt: skip
-    uneven = lora_policy(tmp_path, tiny_sd3, base, alpha=6.5)
-    assert policies.adapter_of(uneven) == Adapter(rank=4, alpha=6.5)
-    sglang_engine.load(uneven)
-    policies.apply_to(transformer, uneven)
+def test_the_same_tensors_at_another_scale_are_another_policy(
+    sglang_engine: SGLangEngine, base: PolicyVersion, transformer: nn.Module, tiny_sd3: Path, tmp_path: Path
+) -> None:
+    """6.5 is no whole number, to which the server would cut alpha."""
     assert sglang_engine._server is not None
-    assert asked_checksum(sglang_engine._server) == checksum(held(transformer, policies.tensors(uneven)))
+    for alpha in (4.0, 6.5, 6.0):
+        policy = lora_policy(tmp_path / str(alpha), tiny_sd3, base, alpha=alpha)
+        assert policies.adapter_of(policy) == Adapter(rank=4, alpha=alpha)
+        sglang_engine.load(policy)
+        policies.apply_to(transformer, policy)
+        assert asked_checksum(sglang_engine._server) == checksum(held(transformer, policies.tensors(policy)))

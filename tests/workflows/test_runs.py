@@ -6,10 +6,12 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from mdiff_core import policies
 from mdiff_core.observe import metrics
 from mdiff_core.worlds import shapes
-from tests.workflows.conftest import SMALL, Ended, Finished, invoke, manifests, post_train
+from tests.workflows.conftest import PYFLYTE, SMALL, Ended, Finished, call, invoke, manifests, post_train
 
 
 def test_two_rounds(finished: Finished) -> None:
@@ -146,3 +148,16 @@ def test_a_policy_beside_its_base(finished: Finished, ray_address: Mapping[str, 
     for folder in (finished.store / "runs").glob("evaluate-*"):
         shutil.rmtree(folder)  # others count the runs of this store
     assert "sets/new/reward" in page and "gold/jpeg_compressibility" in page and "Before and after" in page
+
+
+@pytest.mark.sglang
+def test_a_run_drawn_by_sglang(tmp_path: Path) -> None:
+    """By the command as a user types it: the server stays up between stages and ends with the run."""
+    chosen = ("rollout.engine.name=sglang", "sampling.guidance=2")
+    ended = call([*PYFLYTE, *post_train(tmp_path, *chosen, rounds=1)], {})
+    assert ended.code == 0, ended.said
+    (folder,) = (tmp_path / "runs").iterdir()
+    records = metrics.read(folder)
+    assert [record["kind"] for record in records] == ["evaluation", "round", "evaluation"]
+    assert records[1]["update/drift_max"] < 1e-5
+    assert all(record.get("rollout/restarts", 0) == 0 for record in records)

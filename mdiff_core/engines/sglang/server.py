@@ -23,6 +23,7 @@ from mdiff_core.errors import BadSetting, EngineFailed
 
 LOG = logging.getLogger("mdiff.rollout")
 TAIL_LINES = 12
+TAIL_WIDTH = 300
 TAIL_BYTES = 16_384
 PROGRESS_SECONDS = 15.0
 END_SECONDS = 20.0
@@ -154,7 +155,8 @@ class Server:
     def _tail(self) -> str:
         with suppress(OSError), open(self._folder / LOG_NAME, "rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
-            return "\n".join(log.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
+            lines = log.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+            return "\n".join(line[:TAIL_WIDTH] for line in lines)
         return ""
 
     def _end(self, *, clean: bool) -> None:

@@ -32,7 +32,7 @@ class Update:
     """Weights to deliver."""
 
     name: str
-    """Of these very bytes, and a folder's name: the server takes what it has under a known name for the same."""
+    """Of these very tensors."""
     tensors: Mapping[str, Tensor]
     """By the artifact's names."""
     adapter: Adapter | None
@@ -61,7 +61,7 @@ class FromFiles:
         self._adapted = False
 
     def deliver(self, update: Update) -> None:
-        folder = self._server.folder / "weights" / update.name
+        folder = self._server.folder / "weights" / folder_name(update)
         folder.mkdir(parents=True, exist_ok=True)
         if update.adapter is None:
             deliver_folder(self._server, _full(folder, update))
@@ -103,9 +103,10 @@ class FromTensors:
                 "lora_alpha": update.adapter.alpha,
             }
         for bucket in buckets(update):
-            named = [(name, value.to(self._device).contiguous()) for name, value in bucket.items()]
-            body = how | {"serialized_named_tensors": [serialized(named)]}
+            shared = packed([(name, value.to(self._device).contiguous()) for name, value in bucket.items()])
+            body = how | {"serialized_named_tensors": [serialized(shared)]}
             self._server.post("/update_weights_from_tensor", body, SECONDS)
+            del shared  # not before the server has copied it
         self._last = update if update.adapter else None
         verify(self._server, update)
 
@@ -114,6 +115,12 @@ class FromTensors:
             nothing = {name: value * 0 if "lora_B" in name else value for name, value in self._last.tensors.items()}
             self.deliver(replace(self._last, tensors=nothing))
             self._last = None
+
+
+def folder_name(update: Update) -> str:
+    """Of these tensors at this scale: the server takes an adapter for the one it has when path and strength are the same."""
+    adapter = update.adapter
+    return update.name if adapter is None else f"{update.name}-{adapter.alpha:g}-{adapter.rank}"
 
 
 def deliver_folder(server: Server, model: str) -> None:
@@ -166,15 +173,20 @@ def buckets(update: Update) -> Iterator[dict[str, Tensor]]:
     yield part
 
 
-def serialized(named: list[tuple[str, Tensor]]) -> str:
-    """A bucket as the server unpacks it: handles of shared memory, no copy."""
-    from sglang.srt.utils import MultiprocessingSerializer
+def packed(named: list[tuple[str, Tensor]]) -> dict[str, Any]:
+    """One flat tensor and where each of the named ones is in it."""
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
     bucket = FlattenedTensorBucket(named_tensors=named)
-    packed = {MODULE: {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}}
+    return {MODULE: {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}}
+
+
+def serialized(shared: dict[str, Any]) -> str:
+    """A handle of its memory, as the server opens it; the tensor must stay until it has."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
     torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]  # descriptors only reach children
-    return str(MultiprocessingSerializer.serialize(packed, output_str=True))
+    return str(MultiprocessingSerializer.serialize(shared, output_str=True))
 
 
 def _full(folder: Path, update: Update) -> str:
