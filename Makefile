@@ -31,8 +31,9 @@ setup: .venv/up-to-date
 	@test -n '$(PYTHON)' || { echo 'make setup: needs Python 3.11 or 3.12 on PATH (or PYTHON=/path/to/python)' >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --require-hashes -r requirements/uv.txt
+	@echo "installing the pinned packages into .venv: 11 GB, most of them torch, CUDA and SGLang"
 # Compiled once here: a server, an engine and a test import thousands of modules each.
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode --require-hashes -r requirements/dev.txt
+	$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --require-hashes -r requirements/dev.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	touch $@
 

@@ -1,4 +1,4 @@
-# Machines that train (update, encode) and those that only compute (plan, pair, publish).
+# Machines that train (update, encode) and those that only compute (pair).
 # docker build -f images/train.Dockerfile -t REGISTRY/mdiff-train:TAG .
 FROM python:3.12.12-slim-bookworm@sha256:593bd06efe90efa80dc4eee3948be7c0fde4134606dd40d8dd8dbcade98e669c
 

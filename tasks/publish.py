@@ -19,10 +19,10 @@ def publish(config: str, before: FlyteDirectory, after: FlyteDirectory, policy: 
     with runs.opened(settings.store, settings.name) as folder:
         tell(settings, folder, [read_manifest(uri_of(after))])
         first, last = fetch(before), fetch(after)
-        path = report.write(folder, before=decks.grid(first, first), after=decks.grid(last, last))
+        published = policies.publish(f"{settings.store}/policies", settings.name, fetch(policy))
+        path = report.write(folder, before=decks.grid(first, first), after=decks.grid(last, last), policy=published)
         Deck("report", path.read_text())
         rewards = [found[metrics.EVALUATED] for found in metrics.read(folder) if found["kind"] == "evaluation"]
-    published = policies.publish(f"{settings.store}/policies", settings.name, fetch(policy))
     say(f"policy {published}")
     say(f"checksum {policies.open_policy(fetch(policy), verify=False).checksum}")
     say(f"report {runs.address(settings.store, settings.name)}/{report.FILE}")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import psutil
 import pytest
 
@@ -16,6 +17,10 @@ MARK = "MDIFF_TEST_SESSION"
 os.environ[MARK] = str(os.getpid())  # inherited by whatever a test starts, however far it wanders off
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("RAY_ADDRESS", None)
+
+# How fast a machine is just now is no property of the code under test.
+hypothesis.settings.register_profile("any_load", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("any_load")
 
 SECONDS_TO_END = 60.0
 """A worker of Ray's that is still importing notices only afterwards that its raylet is gone."""

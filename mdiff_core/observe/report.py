@@ -18,6 +18,8 @@ from mdiff_core.observe import alarm, charts, metrics, page
 from mdiff_core.observe.metrics import Record
 
 FILE = "report.html"
+START = {"policy": "start policy", "state": "start train state"}
+"""What the run began with, as the page calls it."""
 SHOWN = 48
 """Samples shown at most; the page stays a few megabytes."""
 
@@ -57,8 +59,10 @@ def table(rows: Mapping[str, object]) -> str:
     return page.fragment(page.names_and_values(rows))
 
 
-def write(folder: Path, *, before: Grid, after: Grid) -> Path:
+def write(folder: Path, *, before: Grid, after: Grid, policy: str = "") -> Path:
     """Write `<folder>/report.html` from the folder's `metrics.jsonl` and `run.json`; returns its path.
+
+    `policy` is the address of what the run trained.
 
     BadArtifact when those are missing; BadSetting when the grids do not show the same prompts.
     """
@@ -68,7 +72,7 @@ def write(folder: Path, *, before: Grid, after: Grid) -> Path:
     rounds = [record for record in records if record["kind"] == "round"]
     evaluations = [record for record in records if record["kind"] == "evaluation"]
     body = _head(run, rounds, evaluations) + _pairs(before, after) + _curves(rounds, evaluations) + _times(records)
-    body += _evaluations(evaluations) + _rounds(rounds) + _lineage(records) + _settings(run)
+    body += _evaluations(evaluations) + _rounds(rounds) + _lineage(records) + _settings(run, policy)
     path = folder / FILE
     path.write_text(page.document(f"{run['name']} · mdiff", body))
     return path
@@ -182,11 +186,13 @@ def _lineage(records: Sequence[Record]) -> str:
     return f"<h2>Policies</h2>{page.columns(heads, list(seen.values()))}"
 
 
-def _settings(run: Record) -> str:
-    files = f"<h2>Files</h2>{page.names_and_values(run['files'])}" if run["files"] else ""
+def _settings(run: Record, policy: str) -> str:
+    files = {START.get(role, role): where for role, where in run["files"].items()}
+    files |= {"trained policy": policy} if policy else {}
+    listed = f"<h2>Files</h2>{page.names_and_values(files)}" if files else ""
     command = f"<h2>Run it again</h2><pre>{escape(run['command'])}</pre>"
     settings = f"<details><summary>Settings</summary>{page.names_and_values(dotted(run['config']))}</details>"
-    return files + command + settings
+    return listed + command + settings
 
 
 def dotted(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:

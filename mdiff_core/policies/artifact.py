@@ -79,7 +79,7 @@ def write_lora(
 ) -> PolicyVersion:
     """Write a LoRA; its version is `<version>-<8 digits of its checksum>`. `targets` are full module names."""
     config = {
-        "base_model_name_or_path": parent.base,
+        "base_model_name_or_path": None,  # policy.json names it; equal weights have equal files wherever their base lies
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -189,7 +189,7 @@ def weight_file(policy: PolicyVersion, weights: Weights = "live") -> Path:
     path = _place(policy, weights)
     if not path.is_file():
         raise BadArtifact(
-            f"{path}: policy {policy.version} has no {weights} weights; evaluate.weights='{weights}' needs train.{weights}"
+            f"{path}: policy {policy.version} has no {weights} weights; use its live ones, or set train.{weights} and train it again"
         )
     return path
 
@@ -260,7 +260,7 @@ def _sha256(path: Path) -> str:
 
 
 def _checksum(files: Mapping[str, str], base_digest: str) -> str:
-    parts = [f"{name}:{digest}" for name, digest in sorted(files.items()) if name.endswith(".safetensors")]
+    parts = [f"{name}:{digest}" for name, digest in sorted(files.items())]
     return hashlib.sha256("\n".join(parts or [base_digest]).encode()).hexdigest()
 
 

@@ -119,8 +119,10 @@ class Ocr:
 
 
 class OcrFlowGRPO(Ocr):
-    """The rule of Flow-GRPO (arXiv 2505.05470): 1 where the wanted text is part of what was read, else
-    1 - min(distance, length of the wanted) / length of the wanted. Text beside the wanted one is free. In [0, 1]."""
+    """Flow-GRPO's rule (arXiv 2505.05470): 1 where the wanted text is part of what was read, else less by the share of wrong letters.
+
+    1 - min(distance, length of the wanted) / length of the wanted, in [0, 1]; text beside the wanted one is free.
+    """
 
     def rule(self, wanted: str, read: str) -> float:
         """Score of one frame."""

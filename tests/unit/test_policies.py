@@ -260,7 +260,7 @@ def test_without_ema_there_are_no_averaged_weights_to_take(tmp_path: Path) -> No
     policy = lora(tmp_path / "lora")
     assert not policies.has(policy, "ema")
     assert policies.has(lora(tmp_path / "averaged", ema=True), "ema")
-    with pytest.raises(BadArtifact, match=r"has no ema weights; evaluate\.weights='ema' needs train\.ema"):
+    with pytest.raises(BadArtifact, match=r"has no ema weights; use its live ones, or set train\.ema"):
         policies.tensors(policy, "ema")
 
 
@@ -312,3 +312,15 @@ def test_what_cannot_be_published_or_found_is_said(shelf: str, tmp_path: Path) -
         policies.publish(shelf, "../shapes", lora(tmp_path / "one").path)
     with pytest.raises(BadArtifact, match=r"no policy\.json"):
         policies.publish(shelf, "shapes", tmp_path)
+
+
+def test_alpha_is_part_of_the_checksum(tmp_path: Path) -> None:
+    parent = base(tmp_path / "base")
+    made = [
+        policies.write_lora(
+            tmp_path / str(alpha), tensors=adapter(0), averages={}, rank=RANK, alpha=alpha, targets=TARGETS,
+            parent=parent, version="1",
+        )
+        for alpha in (ALPHA, 2 * ALPHA)
+    ]  # fmt: skip
+    assert made[0].checksum != made[1].checksum
