@@ -9,6 +9,7 @@ rename; on object stores the manifest is the last upload.
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -20,7 +21,7 @@ from typing import Any
 
 import fsspec
 
-from mdiff_core.errors import BadArtifact
+from mdiff_core.errors import BadArtifact, BadSetting
 
 MANIFEST = "manifest.json"
 
@@ -57,6 +58,8 @@ def read_manifest(uri: str) -> Manifest:
     try:
         found = json.loads(fs.cat_file(f"{root}/{MANIFEST}"))
         manifest = Manifest(**found)
+        if not (isinstance(manifest.sizes, dict) and isinstance(manifest.metrics, dict)):
+            raise TypeError("sizes and metrics are not objects")
     except FileNotFoundError:
         raise BadArtifact(
             f"{uri}: no {MANIFEST}, so this is not a finished artifact; run the stage that makes it again"
@@ -89,6 +92,30 @@ def find(uri: str) -> Manifest | None:
 def is_local(uri: str) -> bool:
     """Whether the artifact is a folder of this machine."""
     return "://" not in uri or uri.startswith("file://")
+
+
+def settled(store: str) -> str:
+    """The store's address, absolute if it is a folder; BadSetting when nothing can be written there."""
+    protocol, separator, _ = store.partition("://")
+    try:
+        if "\0" in store:
+            raise ValueError("a zero byte in it")
+        if separator and protocol != "file":
+            fsspec.get_filesystem_class(protocol)
+            return store
+        folder = Path(store.removeprefix("file://")).expanduser().absolute()
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+    except (ValueError, ImportError, OSError, RuntimeError) as error:
+        raise BadSetting(f"store: '{store}' is no folder or URI that can be used ({error}); name another") from error
+    if re.match(r"[a-z0-9]+:/", store) and not separator:
+        raise BadSetting(
+            f"store: '{store}' has one slash after its colon, where a URI has two; write {protocol.replace(':/', '://', 1)}"
+        )
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise BadSetting(
+            f"store: '{store}' cannot be written, as {there} is no folder that one may write to; name another"
+        )
+    return str(folder)
 
 
 @contextmanager

@@ -8,7 +8,9 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 class Options(BaseModel):
     """Settings of one part of mdiff; an unknown key or a wrong type is an error, never a guess."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     @classmethod
     def from_json(cls, text: str) -> Self:

@@ -40,7 +40,7 @@ def numbered(path: str | Path) -> list[tuple[int, Prompt]]:
     if path.suffix not in (".jsonl", ".txt"):
         raise BadSetting(f"prompts: '{path}' is neither .jsonl nor .txt; rename it to what it holds")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise BadSetting(f"prompts: '{path}' cannot be read ({error.strerror}); give a prompt file") from error
     except UnicodeDecodeError as error:
@@ -118,8 +118,11 @@ def _from_text(line: str, number: int, where: str) -> Prompt:
 def _from_json(line: str, number: int, where: str) -> Prompt:
     try:
         found: Any = json.loads(line)
+        json.dumps(found, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise BadSetting(f"{where}: not JSON ({error.msg}, column {error.colno}); write one object a line") from error
+    except (ValueError, RecursionError) as error:  # half a character, a number of 5,000 digits, brackets without end
+        raise BadSetting(f"{where}: cannot be used ({str(error)[:80]}); write plain text and numbers") from error
     if not isinstance(found, dict):
         raise BadSetting(f'{where}: {line[:40]!r} is not an object; write {{"input": "the text"}}')
     if "input" not in found and {"tag", "include", "prompt"} <= found.keys():

@@ -42,7 +42,7 @@ class Sampling(Options):
     height: int = Field(ge=8)
     frames: int = Field(default=1, ge=1)
     steps: int = Field(ge=1)
-    guidance: float = Field(default=1.0, ge=1.0)
+    guidance: float = Field(default=1.0, ge=1.0, le=1000.0)
     """Classifier-free guidance; 1 means none and costs one forward pass a step instead of two."""
     negative: str = ""
     """Text of the negative branch."""
@@ -122,7 +122,7 @@ class Advantage(Options):
 class Lora(Options):
     """Low-rank adapter."""
 
-    rank: int = Field(default=32, ge=1)
+    rank: int = Field(default=32, ge=1, le=1024)
     alpha: float = Field(default=64.0, gt=0)
     init: Literal["gaussian", "default"] = "gaussian"
     targets: tuple[str, ...] = ()
@@ -205,7 +205,7 @@ class Evaluate(Options):
     samples: int = Field(default=1, ge=1)
     """Samples per prompt."""
     steps: int = Field(ge=1)
-    guidance: float = Field(default=1.0, ge=1.0)
+    guidance: float = Field(default=1.0, ge=1.0, le=1000.0)
     width: int = Field(default=0, ge=0)
     """Pixels; 0 takes the rollout's (sampling)."""
     height: int = Field(default=0, ge=0)
@@ -277,5 +277,5 @@ class RunConfig(Options):
     """Stop early once a round's reward mean reaches it."""
     store: str = ""
     """Where artifacts live: a folder or any fsspec URI; empty is `runs` locally and the raw-output prefix on a cluster."""
-    name: str = ""
+    name: str = Field(default="", pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,99})?$")
     """Name of the run's folder and policy; empty derives one from recipe and settings."""

@@ -2,13 +2,12 @@
 
 import json
 from functools import partial
-from pathlib import Path
 
 from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 
 from mdiff_core import artifacts, runs
-from mdiff_core.artifacts import read_manifest
+from mdiff_core.artifacts import read_manifest, settled
 from mdiff_core.observe import alarm, metrics, report
 from mdiff_core.settings import RunConfig
 from mdiff_core.stages import plan as stage
@@ -25,8 +24,7 @@ def plan_comparison(
     """Settings as JSON, the prompts, the base policy and the tuned one."""
     config = stage.settings(recipe.value, [f"seed={seed}", *overrides])
     hardware.check(config)
-    store = config.store or default_store()
-    config = config.model_copy(update={"store": store if "://" in store else str(Path(store).absolute())})
+    config = config.model_copy(update={"store": settled(config.store or default_store())})
     tuned = stage.plan(config, stage.opened(config, here("policy", policy)))
     base = stage.plan(tuned.config, None)
     made = {"prompts": (tuned, "prompts"), "base": (base, "policy"), "tuned": (tuned, "policy")}
@@ -53,7 +51,7 @@ def compare(config: str, base: FlyteDirectory, tuned: FlyteDirectory) -> Artifac
                 sinks.write(found)
         before, after = fetch(base), fetch(tuned)
         path = report.write(folder, before=decks.grid(before, before), after=decks.grid(after, after))
-        Deck("report", path.read_text())
+        Deck("report", path.read_text(encoding="utf-8"))
     for key, value in last.items():
         if key.startswith("evaluate/") and key.endswith(("reward_mean", "/mean", "/diversity")):
             say(f"{key.removeprefix('evaluate/').removesuffix('/mean')} {first[key]:.4f} -> {value:.4f}")

@@ -11,6 +11,7 @@ from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+from mdiff_core.artifacts import settled
 from mdiff_core.config import RECIPES
 from mdiff_core.errors import BadSetting
 from mdiff_core.observe import report
@@ -46,8 +47,7 @@ def plan(
     given += [] if prompts is None else [f"prompts.train={here('prompts', prompts)}"]
     config = stage.settings(recipe.value, [*given, *overrides])
     check(config, algorithm)
-    store = config.store or default_store()
-    store = store if "://" in store else str(Path(store).absolute())
+    store = settled(config.store or default_store())
     start = None if start_policy is None else here("start_policy", start_policy)
     made = stage.plan(config.model_copy(update={"store": store}), stage.opened(config, start))
     typed: dict[str, Any] = {"recipe": recipe.value, "rounds": rounds, "prompts": prompts, "start_policy": start_policy}

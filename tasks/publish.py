@@ -21,7 +21,7 @@ def publish(config: str, before: FlyteDirectory, after: FlyteDirectory, policy: 
         first, last = fetch(before), fetch(after)
         published = policies.publish(f"{settings.store}/policies", settings.name, fetch(policy))
         path = report.write(folder, before=decks.grid(first, first), after=decks.grid(last, last), policy=published)
-        Deck("report", path.read_text())
+        Deck("report", path.read_text(encoding="utf-8"))
         rewards = [found[metrics.EVALUATED] for found in metrics.read(folder) if found["kind"] == "evaluation"]
     say(f"policy {published}")
     say(f"checksum {policies.open_policy(fetch(policy), verify=False).checksum}")

@@ -249,7 +249,7 @@ def read(folder: Path) -> list[Record]:
     if not path.exists():
         raise BadArtifact(f"{path}: missing, so {folder} is not the folder of a run; give the one that holds {FILE}")
     found: dict[tuple[int, str], Record] = {}
-    lines = path.read_text().split("\n")
+    lines = path.read_text(encoding="utf-8").split("\n")
     for number, line in enumerate(lines[:-1], start=1):  # the last piece is empty, or torn by a kill
         try:
             record: Record = {key: math.nan if value is None else value for key, value in json.loads(line).items()}
@@ -259,21 +259,27 @@ def read(folder: Path) -> list[Record]:
     return [found[key] for key in sorted(found, key=lambda key: (key[0], ("round", "evaluation").index(key[1])))]
 
 
+RUN_FIELDS = {"name": str, "config": dict, "command": str, "files": dict}
+"""Of `run.json`, with their kinds."""
+
+
 def write_run(folder: Path, *, name: str, config: Mapping[str, Any], command: str, files: Mapping[str, str]) -> None:
     """Write `run.json`: the RunConfig as a JSON object, the command that repeats the run, label -> address of its files."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"name": name, "config": config, "command": command, "files": files}, indent=1)
     temporary = folder / f"{RUN_FILE}.tmp"
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(folder / RUN_FILE)
 
 
 def read_run(folder: Path) -> Record:
     """What `write_run` wrote; BadArtifact when there is none."""
     try:
-        found: Record = json.loads((folder / RUN_FILE).read_text())
-    except (FileNotFoundError, ValueError) as error:
+        found: Record = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+        if not all(isinstance(found[name], kind) for name, kind in RUN_FIELDS.items()):
+            raise TypeError("its fields are of other kinds")
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         raise BadArtifact(
-            f"{folder / RUN_FILE}: cannot be read ({error}); run the workflow again, it writes the file"
+            f"{folder / RUN_FILE}: not a run's description ({error!r}); delete the file and run the workflow again, which writes it"
         ) from error
     return found

@@ -74,7 +74,7 @@ def write(folder: Path, *, before: Grid, after: Grid, policy: str = "") -> Path:
     body = _head(run, rounds, evaluations) + _pairs(before, after) + _curves(rounds, evaluations) + _times(records)
     body += _evaluations(evaluations) + _rounds(rounds) + _lineage(records) + _settings(run, policy)
     path = folder / FILE
-    path.write_text(page.document(f"{run['name']} · mdiff", body))
+    path.write_text(page.document(f"{run['name']} · mdiff", body), encoding="utf-8")
     return path
 
 

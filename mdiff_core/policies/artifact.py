@@ -279,7 +279,7 @@ def _verify(policy: PolicyVersion, files: Mapping[str, str]) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise BadArtifact(f"{path.parent}: no {path.name}, so no finished policy; name a folder that has one") from None
     except ValueError as error:
         raise BadArtifact(f"{path}: not JSON ({error}); write the policy again") from error

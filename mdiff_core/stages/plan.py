@@ -42,6 +42,10 @@ def opened(config: RunConfig, start: Path | None) -> PolicyVersion | None:
             f"start_policy: {policy.version} has {policy.kind} weights, and train.method is '{config.train.method}'; "
             f"set train.method={policy.kind} or start from another policy"
         )
+    if policy.kind == "lora" and (rank := policies.adapter_of(policy).rank) != config.train.lora.rank:
+        raise BadSetting(
+            f"start_policy: {policy.version} is a LoRA of rank {rank}, and train.lora.rank is {config.train.lora.rank}; make the two equal"
+        )
     return policy
 
 
@@ -112,9 +116,14 @@ def plan(config: RunConfig, start: PolicyVersion | None) -> Plan:
 
 def run(made: Plan, command: str) -> None:
     """Write the artifacts that are not there yet, and the run's folder; `command` is how to run it again."""
-    for role, each in made.productions.items():
-        produce(each, partial(fill, role, made.writers[role]), {})
-    runs.begin(made.config.store, made.config, command, made.files)
+    try:
+        for role, each in made.productions.items():
+            produce(each, partial(fill, role, made.writers[role]), {})
+        runs.begin(made.config.store, made.config, command, made.files)
+    except OSError as error:
+        raise BadSetting(
+            f"store: '{made.config.store}' cannot be written ({error}); make room or name another store"
+        ) from error
 
 
 def fill(

@@ -272,6 +272,10 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
         ),
         (RL, ['evaluate.gold=[{"name": "ocr"}]'], "prompts.held_out: assets/shapes_prompts/held_out.jsonl:1: prompt"),
         (RL, ['evaluate.gold=[{"name": "clipp"}]'], "evaluate.gold.0.name: 'clipp' is not a known reward"),
+        (RL, ["name=../elsewhere"], "name:"),
+        (RL, ["name=a b"], "name:"),
+        (RL, ["train.lr=1e400"], "train.lr:"),
+        (RL, ["train.lora.rank=99999999999999999999"], "train.lora.rank:"),
         (RL, ["evaluate.width=68"], "sampling.width: 68 is not a multiple of 8"),
         (
             RL,

@@ -127,6 +127,10 @@ class TestJsonLines:
             metrics.read(tmp_path)
         with pytest.raises(BadArtifact, match=r"run\.json"):
             metrics.read_run(tmp_path)
+        for odd in ("{}", "[]", "null", '{"name": "a", "config": 1, "command": "", "files": {}}'):
+            (tmp_path / metrics.RUN_FILE).write_text(odd)
+            with pytest.raises(BadArtifact, match=r"run\.json: not a run's description .* delete the file"):
+                metrics.read_run(tmp_path)
 
     def test_a_broken_line_is_named(self, tmp_path):
         a_run(tmp_path)

@@ -62,6 +62,9 @@ def test_write_then_read_is_the_identity(tmp_path: Path) -> None:
         ('{"input": "a", "metadata": [1]}', "`metadata` is [1]"),
         ('{"input": "a", "prompt": "b"}', "unknown key 'prompt'"),
         ('{"input": "a", "id": 7}', "`id` is 7"),
+        ('{"input": "half a character: \\ud800"}', "cannot be used"),
+        ('{"input": "a", "metadata": {"n": %s}}' % ("9" * 5000), "cannot be used"),
+        ('{"input": "a", "metadata": %s}' % ("[" * 100_000), "cannot be used"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, says: str) -> None:

@@ -102,6 +102,8 @@ def test_start_policies(finished: Finished, tmp_path: Path) -> None:
         tmp_path / "nowhere": ("evaluate.steps=2", f"start_policy: '{tmp_path}/nowhere' does not exist"),
         good: (f"model.path={base}", "was trained from assets/shapes_sd3 (base digest "),
     }
+    (tmp_path / "same").symlink_to(good)
+    cases[tmp_path / "same"] = ("train.lora.rank=7", "is a LoRA of rank 2, and train.lora.rank is 7")
     for start, (override, sentence) in cases.items():
         arguments = [*post_train(tmp_path / "store", override), "--start_policy", str(start)]
         assert sentence in refused(arguments, tmp_path / "store", {})
