@@ -27,6 +27,8 @@ def trained(store: Path, gold: Mapping[str, Any], ray: Mapping[str, str]) -> tup
         f"evaluate.gold={json.dumps([gold])}",
         "rollout.group_size=8",
         "rollout.batch=32",
+        "train.lr=0.006",  # two rounds are to be enough
+        "evaluate.prompts=24",
         "evaluate.samples=6",
     ]
     arguments = ["--recipe", "shapes_flow_grpo", "--rounds", "2", "--overrides", json.dumps(chosen)]

@@ -123,9 +123,8 @@ def test_a_policy_beside_its_base(finished: Finished, ray_address: Mapping[str, 
 
     ended = compared()
     assert ended.code == 0, ended.said
-    first, last = (
-        r for r in metrics.read(next((finished.store / "runs").glob("shapes*"))) if r["kind"] == "evaluation"
-    )
+    run = finished.store / "runs" / Path(line.removeprefix("policy ")).parent.name
+    first, last = (record for record in metrics.read(run) if record["kind"] == "evaluation")
     assert ended.lines("reward_mean ") == [
         f"reward_mean {first[metrics.EVALUATED]:.4f} -> {last[metrics.EVALUATED]:.4f}"
     ]
