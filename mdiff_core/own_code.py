@@ -28,8 +28,10 @@ def function(name: str) -> Callable[..., Any]:
         )
     try:
         found = vars(import_module(module)).get(attribute)
-    except ModuleNotFoundError as error:
-        raise BadSetting(f"function: '{name}' cannot be imported ({error}); put the module into the image") from error
+    except (ImportError, SyntaxError) as error:
+        raise BadSetting(
+            f"function: '{name}' cannot be imported ({error}); repair the module, or put it into the image"
+        ) from error
     if not callable(found):
         raise BadSetting(f"function: module '{module}' has no function '{attribute}'; name one that it has")
     checked: Callable[..., Any] = found

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from mdiff_core import seeds
+from mdiff_core.errors import BadSetting
 from mdiff_core.guidance import guided_velocity
-from mdiff_core.types import Conditioning
+from mdiff_core.types import Conditioning, Request, SamplingPlan
 
 if TYPE_CHECKING:
     from mdiff_core.contracts import Family, Kernel
@@ -36,6 +37,14 @@ def condition_key(text: str) -> str:
 def latent_steps(sde_steps: Sequence[int]) -> tuple[int, ...]:
     """Steps whose latents training needs: before and after each trained one."""
     return tuple(sorted({*sde_steps, *(step + 1 for step in sde_steps)}))
+
+
+def shared_plan(engine: str, requests: Sequence[Request]) -> SamplingPlan:
+    """The plan of all requests of a batch; BadSetting when they have different ones."""
+    plan = requests[0].plan
+    if any(request.plan != plan for request in requests):
+        raise BadSetting(f"{engine} engine: requests with different sampling plans in one batch; send them apart")
+    return plan
 
 
 def draw_noise(sample_seeds: Sequence[int], sde_steps: Sequence[int], shape: tuple[int, ...]) -> Tensor:

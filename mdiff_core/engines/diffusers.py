@@ -13,7 +13,7 @@ from mdiff_core import policies
 from mdiff_core.contracts import Family, KernelMaker
 from mdiff_core.errors import BadSetting, EngineFailed
 from mdiff_core.options import Options
-from mdiff_core.sampler import Drawn, Sampler, condition_key, draw_noise, latent_steps
+from mdiff_core.sampler import Drawn, Sampler, condition_key, draw_noise, latent_steps, shared_plan
 from mdiff_core.types import Condition, Conditioning, PolicyVersion, Request, SamplingPlan, Trajectory
 
 TEXTS_KEPT = 512
@@ -82,9 +82,7 @@ class DiffusersEngine:
 
     def generate(self, requests: Sequence[Request]) -> Iterator[tuple[Trajectory, Mapping[str, Condition]]]:
         """All requests as one batch; they share one plan."""
-        plan = requests[0].plan
-        if any(request.plan != plan for request in requests):
-            raise BadSetting("diffusers engine: requests with different sampling plans in one batch; send them apart")
+        plan = shared_plan("diffusers", requests)
         rows = [(request, i) for request in requests for i in range(len(request.seeds))]
         keys = [condition_key(request.prompt.text) for request, _ in rows]
         negative = condition_key(plan.negative) if plan.guidance > 1 else ""

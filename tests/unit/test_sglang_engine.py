@@ -173,6 +173,14 @@ def test_what_sglang_lacks_is_refused_before_anything_starts() -> None:
         SGLangEngine.check(SGLangOptions(ulysses=2, cfg_parallel=True), family=FAMILY, kernel="cps", gpus=2.0)
 
 
+def test_a_revision_of_the_hub_is_fetched_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, revision: f"/cache/{name}/{revision}")
+    line = " ".join(command_line(SGLangOptions(), FAMILY.serving(), "someone/sd3@v2", torch.float32, False))
+    assert "--model-path /cache/someone/sd3/v2 " in line
+
+
 def test_options_reach_the_command_line() -> None:
     options = SGLangOptions(tensor_parallel=2, compile="blocks", attention="torch_sdpa", vae_dtype="bfloat16")
     line = " ".join(command_line(options, FAMILY.serving(), MODEL, torch.bfloat16, True))

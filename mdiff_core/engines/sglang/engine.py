@@ -16,7 +16,7 @@ from mdiff_core.engines.sglang.texts import Texts
 from mdiff_core.engines.sglang.weights import FromFiles, FromTensors, Sync, Update, deliver_folder
 from mdiff_core.errors import BadSetting, EngineFailed
 from mdiff_core.options import Options
-from mdiff_core.sampler import latent_steps
+from mdiff_core.sampler import latent_steps, shared_plan
 from mdiff_core.types import Condition, PolicyVersion, Request, Trajectory
 
 ROLLOUT = "/rollout/generate"
@@ -81,9 +81,7 @@ class SGLangEngine:
 
     def generate(self, requests: Sequence[Request]) -> Iterator[tuple[Trajectory, Mapping[str, Condition]]]:
         """The requests side by side, each a batch of the server; they share one plan."""
-        plan = requests[0].plan
-        if any(request.plan != plan for request in requests):
-            raise BadSetting("sglang engine: requests with different sampling plans in one batch; send them apart")
+        plan = shared_plan("sglang", requests)
         check_kernel(plan.kernel)
         if self._policy is None or self._server is None:
             raise EngineFailed("sglang engine: asked for samples without a policy; call load first")

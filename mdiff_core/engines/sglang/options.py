@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 
+from mdiff_core import hub
 from mdiff_core.contracts import Serving
 from mdiff_core.options import Options
 
@@ -94,8 +95,14 @@ def environment(options: SGLangOptions, model: str, on_gpu: bool) -> dict[str, s
 
 
 def located(model: str) -> str:
-    """A folder's absolute path, as the server runs elsewhere; a hub id as it is."""
-    return os.path.abspath(model) if Path(model).is_dir() else model
+    """A folder's absolute path, as the server runs elsewhere; a hub id as it is, or fetched at its revision, which the server
+    cannot be told."""
+    from huggingface_hub import snapshot_download
+
+    where, revision = hub.source(model)
+    if revision:
+        return str(snapshot_download(where, revision=revision))
+    return os.path.abspath(where) if Path(where).is_dir() else where
 
 
 def written(value: str | int | bool) -> str:
