@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mdiff_core import policies, registry, tables
 from mdiff_core.errors import BadSetting, EngineFailed
-from mdiff_core.fleet import Fleet
+from mdiff_core.fleet import engines
 from mdiff_core.policies import Weights
 from mdiff_core.sampler import latent_steps
 from mdiff_core.settings import Model, Rollout
@@ -42,7 +42,7 @@ def generate(
     sigmas = family.sigmas(model.path, steps=plan.steps, width=plan.width, height=plan.height)
     inspector = Inspector(requests, sigmas, opened, checksum)
     with (
-        Fleet(rollout, model, policy, weights) as fleet,
+        engines(rollout, model, policy, weights) as fleet,
         tables.trajectory_writer(out) as rows,
         tables.condition_writer(out) as conditions,
     ):

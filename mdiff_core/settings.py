@@ -60,10 +60,10 @@ class Rollout(Options):
     weights: Literal["live", "ema", "old"] = "live"
     """Which of the policy's weights draw: those being trained, or an average of them (train.ema, train.old)."""
     engine: Choice = Choice(name="diffusers")
-    engines: int = Field(default=1, ge=1)
-    """Engines, each its own Ray actor."""
+    engines: int = Field(default=1, ge=0)
+    """Engines, each its own Ray actor, which is replaced when it dies or hangs. 0 draws in the stage's own process, without Ray."""
     gpus_per_engine: float = Field(default=0.0, ge=0.0)
-    """GPUs Ray reserves for each engine; 0 runs on the CPU."""
+    """GPUs Ray reserves for each engine; 0 runs on the CPU. With `engines` 0, anything above 0 takes the GPU that is there."""
     batch: int = Field(default=16, ge=1)
     """Samples an engine draws at once. Fixed by the recipe, never by load, so results do not depend on timing."""
     keep_engines: bool = False

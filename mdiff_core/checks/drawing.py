@@ -72,7 +72,7 @@ def check_hardware(config: RunConfig) -> None:
             f"hardware.topology: '{hardware.topology}' starts {processes} processes a node, each with one GPU, and hardware.update.gpu is "
             f"{hardware.update.gpu}; make the two equal"
         )
-    wanted, there = rollout.engines * rollout.gpus_per_engine, hardware.rollout_workers * hardware.rollout.gpu
+    wanted, there = max(rollout.engines, 1) * rollout.gpus_per_engine, hardware.rollout_workers * hardware.rollout.gpu
     if wanted > there:
         raise BadSetting(
             f"rollout.engines: {rollout.engines} with {rollout.gpus_per_engine:g} GPUs each need {wanted:g}, and "

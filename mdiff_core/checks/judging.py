@@ -26,7 +26,7 @@ def check_score(config: RunConfig) -> None:
             f"score.gpus_per_worker: {score.gpus_per_worker:g} has no use with score.workers=0; set score.workers, or leave it out: "
             "rewards in the stage's own process take its GPU"
         )
-    hardware, engines = config.hardware, config.rollout.engines * config.rollout.gpus_per_engine
+    hardware, engines = config.hardware, max(config.rollout.engines, 1) * config.rollout.gpus_per_engine
     there, where = float(hardware.score.gpu), "hardware.score.gpu"
     if score.stream:
         there, where = (
