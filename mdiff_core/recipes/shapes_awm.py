@@ -1,6 +1,6 @@
 """Advantage Weighted Matching (arXiv 2509.25050) on the tiny SD3 of the shapes world: rollouts by the ode.
 
-The weighting is the paper's; the rest is `shapes_flow_grpo`'s.
+The weighting is the paper's; each sample is trained at half of the sigmas, and the rest is `shapes_flow_grpo`'s, at half its rate.
 """
 
 from mdiff_core.options import Choice
@@ -10,6 +10,7 @@ RECIPE = FLOW_GRPO.model_copy(
     update={
         "recipe": "shapes_awm",
         "sampling": FLOW_GRPO.sampling.model_copy(update={"kernel": Choice(name="ode"), "window": Choice(name="all")}),
-        "loss": Choice(name="awm", options={"weighting": "ghuber", "power": 0.25}),
+        "loss": Choice(name="awm", options={"weighting": "ghuber", "power": 0.25, "timesteps": 0.5}),
+        "train": FLOW_GRPO.train.model_copy(update={"lr": 1.5e-3}),
     }
 )

@@ -1,4 +1,4 @@
-"""`shapes_flow_grpo` with a window that moves towards the end (MixGRPO, arXiv 2507.21802), a step every second round here."""
+"""`shapes_flow_grpo` with a window that moves towards the end (MixGRPO, arXiv 2507.21802), a step every third round here."""
 
 from mdiff_core.options import Choice
 from mdiff_core.recipes.shapes_flow_grpo import RECIPE as FLOW_GRPO
@@ -7,7 +7,7 @@ RECIPE = FLOW_GRPO.model_copy(
     update={
         "recipe": "shapes_flow_grpo_progressive",
         "sampling": FLOW_GRPO.sampling.model_copy(
-            update={"window": Choice(name="progressive", options={"size": 3, "lo": 0, "hi": 9, "every": 2})}
+            update={"window": Choice(name="progressive", options={"size": 3, "lo": 1, "hi": 7, "every": 3})}
         ),
     }
 )
