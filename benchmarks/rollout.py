@@ -62,6 +62,8 @@ class Bench:
             self.rows.add("model", "built in, s", f"{took:.1f}")
         digest = registry.make("family", self.family).digest(str(self.path))
         self.base = policies.base_version(folder / "base", base=str(self.path), base_digest=digest)
+        self.kept = args.rows.parent if args.rows else folder
+        """Of pictures that later cases and commands compare theirs with."""
         self.prompts = 0
 
     def model(self, dtype: str = "") -> Model:
@@ -160,7 +162,7 @@ def plain(bench: Bench) -> None:
 
     def first() -> None:
         pictures = pipe(texts, latents=latents, **how).images
-        np.save(bench.folder / "plain.npy", (pictures * 255).round().astype(np.uint8))
+        np.save(bench.kept / "plain.npy", (pictures * 255).round().astype(np.uint8))
 
     bench.rows.add("plain", "first batch, s", f"{timed(first):.1f}")
     calls = max(1, args.images // args.batch // 2)
@@ -179,10 +181,12 @@ def one_request(bench: Bench) -> Request:
 
 def diffusers(bench: Bench) -> None:
     """Our in-process engine with the pipeline's own dtypes; compiled code pays off on a GPU only."""
-    ways: dict[str, dict[str, Any]] = {"eager": {}}
+    ways: dict[str, dict[str, Any]] = {}
     for mode in bench.args.modes.split(","):
-        ways[f"blocks {mode}"] = {"compile": True, "compile_mode": mode}
-        ways[f"blocks and VAE {mode}"] = {"compile": True, "compile_vae": True, "compile_mode": mode}
+        how: dict[str, Any] = {} if mode == "eager" else {"compile": True, "compile_mode": mode}
+        ways["eager" if mode == "eager" else f"blocks {mode}"] = how
+        if mode == "default":  # convolutions are cuDNN's whatever the mode
+            ways["blocks and VAE default"] = how | {"compile_vae": True}
     rates = dict[str, float]()
     for way, options in ways.items():
         case, settings = f"diffusers, {way}", bench.rollout("diffusers", vae_dtype=bench.dtype, **options)
@@ -195,7 +199,7 @@ def diffusers(bench: Bench) -> None:
             bench.rows.add(case, "images/s", f"{rates[way]:.2f} ({against:.2f} x the plain pipeline)")
             pictures = np.concatenate([found.frames for found in draw(engine, [one_request(bench)])])
         bench.rows.add(case, "peak memory, GiB", str(peak))
-        compare(bench, case, pictures)
+        compare(bench, way, pictures)
     way = max(rates, key=rates.__getitem__)
     settings = bench.rollout("diffusers", vae_dtype=bench.dtype, **ways[way])
     bench.generate(bench.args.batch * bench.args.engines, settings, "diffusers-first")
@@ -204,20 +208,20 @@ def diffusers(bench: Bench) -> None:
     bench.rows.add("diffusers", f"rollout into Arrow ({way}), images/s", f"{rate:.2f} ({against:.2f} x plain)")
 
 
-def compare(bench: Bench, case: str, pictures: np.ndarray) -> None:
-    """With those of the plain pipeline and of our eager engine, where they are there; the first of a kind is kept."""
-    eager = bench.folder / "eager.npy"
-    for name, file in (("the plain pipeline's", bench.folder / "plain.npy"), ("the eager engine's", eager)):
-        if file.is_file():
+def compare(bench: Bench, way: str, pictures: np.ndarray) -> None:
+    """With those of the plain pipeline and of our eager engine, where they are there."""
+    for name in ("plain", "eager"):
+        file = bench.kept / f"{name}.npy"
+        if file.is_file() and name != way:
             apart = np.abs(np.load(file).astype(int) - pictures.astype(int))
             told = f"mean {apart.mean():.3f}, 99.9 % within {np.quantile(apart, 0.999):.0f} of 255"
-            bench.rows.add(case, f"pictures against {name}", told)
-    if not eager.is_file():
-        np.save(eager, pictures)
+            bench.rows.add(f"diffusers, {way}", f"pictures against the {name} ones", told)
+    if way == "eager":
+        np.save(bench.kept / "eager.npy", pictures)
 
 
 def sync(bench: Bench) -> None:
-    """Full weights, then LoRAs, by either way into one server; of LoRAs the second is told, as the first wraps the layers."""
+    """Full weights, then LoRAs, by either way into one server. The second of each is told: a first one imports and wraps layers."""
     family, settings = registry.make("family", bench.family), bench.rollout("sglang")
     net = family.transformer(str(bench.path), vars(torch)[bench.dtype], torch.device("cpu"))
     weights = {name: value.detach() for name, value in net.named_parameters()}
@@ -234,7 +238,7 @@ def sync(bench: Bench) -> None:
         loras.append(policies.write_lora(bench.folder / f"lora{number}", tensors=lora, **how))
     bench.generate(1, settings, "sync-first")
     actor = actors()[0]
-    for kind, found in (("full", [full]), ("LoRA", loras)):
+    for kind, found in (("full", [full, full]), ("LoRA", loras)):
         for way in ("artifact", "tensors"):
             use_sync(actor, way)
             took = [deliver(actor, policy.path) for policy in found][-1]
@@ -261,7 +265,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=128)
     parser.add_argument("--batch", type=int, default=16, help="samples of a request")
     parser.add_argument("--engines", type=int, default=1, help="that share the GPU")
-    parser.add_argument("--modes", default="default", help="torch.compile's, of our engine")
+    parser.add_argument("--modes", default="eager,default", help="of our engine: eager, or torch.compile's")
     parser.add_argument("--attention", default="", help="SGLang's attention backend")
     parser.add_argument(
         "--model", type=Path, default=None, help="where the model is built, or is from an earlier command"

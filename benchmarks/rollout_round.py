@@ -23,7 +23,7 @@ def whole_round(bench: Any, dtype: str) -> None:
 
 def exact(bench: Any) -> None:
     """In float32 and in half precision, fewer samples."""
-    bench.args.batch = min(bench.args.batch, 8)
+    bench.args.batch = min(bench.args.batch, 4)
     for dtype in dict.fromkeys(("float32", bench.dtype)):
         for wanted in (True, False):
             name = f"exact, {PRECISIONS[dtype]}, {'training kernels' if wanted else 'other kernels'}"

@@ -17,7 +17,7 @@ from mdiff_core import seeds
 from mdiff_core.engines.sglang import server as server_module
 from mdiff_core.engines.sglang.engine import SGLangEngine
 from mdiff_core.engines.sglang.guard import LOG
-from mdiff_core.engines.sglang.options import SGLangOptions, command_line
+from mdiff_core.engines.sglang.options import SGLangOptions, command_line, environment
 from mdiff_core.engines.sglang.processes import free_ports
 from mdiff_core.engines.sglang.requests import noise_level
 from mdiff_core.engines.sglang.serve import is_block
@@ -200,6 +200,8 @@ def test_options_reach_the_command_line() -> None:
         "--text-encoder-precisions bf16 bf16 bf16", "--trust-remote-code false",
     ):  # fmt: skip
         assert part in line
+    assert environment(options, MODEL, True)["TORCH_DYNAMO_AUTOMATIC_DYNAMIC_SHAPES"] == "0"
+    assert environment(SGLangOptions(), MODEL, True)["TORCHDYNAMO_DISABLE"] == "1"
 
 
 @pytest.mark.parametrize(("kernel", "eta"), [("flow_sde", 0.7), ("cps", 0.8), ("ode", 0.0)])
