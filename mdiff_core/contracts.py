@@ -160,6 +160,10 @@ class LatentCodec(Protocol):
         """[B, F, H, W, 3] uint8 -> [B, *latent] float32, the posterior's mode."""
         ...
 
+    def networks(self) -> Sequence[nn.Module]:
+        """What `decode` runs, worth compiling in place."""
+        ...
+
 
 @runtime_checkable
 class Engine(Protocol):

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -10,7 +11,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from mdiff_core import policies
+from mdiff_core.compilation import compile_in_place
 from mdiff_core.contracts import Family, KernelMaker
+from mdiff_core.determinism import deterministic, reserve_workspace
 from mdiff_core.errors import BadSetting, EngineFailed
 from mdiff_core.options import Options
 from mdiff_core.sampler import Drawn, Sampler, condition_key, draw_noise, latent_steps, shared_plan
@@ -18,6 +21,8 @@ from mdiff_core.types import Condition, Conditioning, PolicyVersion, Request, Sa
 
 TEXTS_KEPT = 512
 """Encoded texts an engine remembers; a round's prompts come in order, so few are met again later."""
+DEVICE = ThreadPoolExecutor(1, thread_name_prefix="device")
+"""Where batches wait for the device, one thread for good: PyTorch crashes when one compiles after another that did has ended."""
 
 
 class DiffusersOptions(Options):
@@ -25,6 +30,13 @@ class DiffusersOptions(Options):
 
     compile: bool = False
     """Compile the transformer's blocks (torch.compile); worth its start-up on a GPU only."""
+    compile_vae: bool = False
+    """Compile what decodes latents, too."""
+    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+    """torch.compile's: the second tries several ways of each matrix product, at a minute or more of start-up."""
+    deterministic: bool | None = None
+    """Draw with the kernels that the update trains with, whose results depend least on the batch; null does so in float32 only,
+    where other kernels' rounding is most of the drift. No difference on a CPU."""
     vae_batch: int = Field(default=8, ge=1)
     """Latents decoded at once."""
     vae_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -34,10 +46,13 @@ class DiffusersOptions(Options):
 
 
 class DiffusersEngine:
-    """Draws each batch as one forward pass a step, in the process it lives in; see contracts.Engine."""
+    """Draws each batch as one forward pass a step, in the process it lives in; see contracts.Engine.
+
+    The device has one batch at a time; the host makes the noise of the next and the records of the last meanwhile.
+    """
 
     Options: ClassVar[type[Options]] = DiffusersOptions
-    batches_at_once: ClassVar[int] = 1
+    batches_at_once: ClassVar[int] = 2
 
     @classmethod
     def check(cls, options: DiffusersOptions, *, family: Family, kernel: str, gpus: float) -> None:
@@ -59,6 +74,9 @@ class DiffusersEngine:
     ) -> None:
         if options.threads:
             torch.set_num_threads(options.threads)
+        self._repeatable = dtype == torch.float32 if options.deterministic is None else options.deterministic
+        if self._repeatable and device.type == "cuda":
+            reserve_workspace()
         self._options, self._family, self._model, self._device, self._kernels = options, family, model, device, kernels
         self._transformer: nn.Module | None = family.transformer(model, dtype, device)
         self._encoder = family.encoder(model, dtype, device)
@@ -68,8 +86,9 @@ class DiffusersEngine:
         self._texts: OrderedDict[str, Condition] = OrderedDict()
         self._sent: set[str] = set()
         if options.compile:
-            for block in family.blocks(self._transformer):
-                block.compile()
+            compile_in_place(family.blocks(self._transformer), options.compile_mode)
+        if options.compile_vae:
+            compile_in_place(self._vae.networks(), options.compile_mode)
 
     def load(self, policy: PolicyVersion, weights: policies.Weights = "live") -> str:
         """Merge the policy's weights into the base, in place of the last ones."""
@@ -84,20 +103,14 @@ class DiffusersEngine:
         """All requests as one batch; they share one plan."""
         plan = shared_plan("diffusers", requests)
         rows = [(request, i) for request in requests for i in range(len(request.seeds))]
-        keys = [condition_key(request.prompt.text) for request, _ in rows]
-        negative = condition_key(plan.negative) if plan.guidance > 1 else ""
-        conditions = self._conditions({request.prompt.text for request in requests}, plan)
         sigmas = self._family.sigmas(self._model, steps=plan.steps, width=plan.width, height=plan.height)
         shape = self._vae.latent_shape(width=plan.width, height=plan.height, frames=plan.frames)
         noise = draw_noise([request.seeds[i] for request, i in rows], plan.sde_steps, shape)
-        drawn = self._draw(plan, sigmas, self._conditioning(keys, negative, plan.guidance, conditions), noise)
-        size = self._options.vae_batch
-        frames = np.concatenate([self._vae.decode(drawn.clean[at : at + size]) for at in range(0, len(rows), size)])
+        drawn, frames, fresh = DEVICE.submit(self._batch, plan, sigmas, rows, noise).result()
         for row, (request, i) in enumerate(rows):
-            needed = [key for key in (keys[row], negative) if key]
-            fresh = {key: conditions[key] for key in needed if key not in self._sent}
-            self._sent.update(fresh)
-            yield self._trajectory(request, i, sigmas, (drawn, row), frames[row]), fresh
+            trajectory = self._trajectory(request, i, sigmas, (drawn, row), frames[row])
+            needed = [key for key in (trajectory.condition, trajectory.negative) if key in fresh]
+            yield trajectory, {key: fresh.pop(key) for key in needed}
 
     def close(self) -> None:
         """Drop the transformer, the texts and the GPU's spare memory; the rest goes with the engine."""
@@ -133,18 +146,28 @@ class DiffusersEngine:
             frames=frames,
         )
 
+    def _batch(
+        self, plan: SamplingPlan, sigmas: Tensor, rows: Sequence[tuple[Request, int]], noise: Tensor
+    ) -> tuple[Drawn, np.ndarray, dict[str, Condition]]:
+        """All that needs the device: samples, their frames, and the conditions not handed out before."""
+        keys, size = [condition_key(request.prompt.text) for request, _ in rows], self._options.vae_batch
+        negative = condition_key(plan.negative) if plan.guidance > 1 else ""
+        conditions = self._conditions({request.prompt.text for request, _ in rows}, plan)
+        drawn = self._draw(plan, sigmas, self._conditioning(keys, negative, plan.guidance, conditions), noise)
+        frames = [self._vae.decode(drawn.clean[at : at + size]) for at in range(0, len(rows), size)]
+        fresh = {key: found for key, found in conditions.items() if key not in self._sent}
+        self._sent.update(fresh)
+        return drawn, np.concatenate(frames), fresh
+
     def _draw(self, plan: SamplingPlan, sigmas: Tensor, conditioning: Conditioning, noise: Tensor) -> Drawn:
         """The batch, back on the CPU."""
         if self._transformer is None or self._policy is None:
             raise EngineFailed("diffusers engine: asked for samples without a policy; call load first")
-        sampler = Sampler(
-            family=self._family,
-            transformer=self._transformer,
-            kernel=self._kernels(plan.kernel, plan.kernel_options),
-            ode=self._kernels("ode", {}),
-        )
+        kernel, ode = self._kernels(plan.kernel, plan.kernel_options), self._kernels("ode", {})
+        sampler = Sampler(family=self._family, transformer=self._transformer, kernel=kernel, ode=ode)
         noise = (noise.pin_memory() if self._device.type == "cuda" else noise).to(self._device, non_blocking=True)
-        drawn = sampler.draw(sigmas.to(self._device), plan.sde_steps, conditioning, noise)
+        with deterministic(self._device, self._repeatable):
+            drawn = sampler.draw(sigmas.to(self._device), plan.sde_steps, conditioning, noise)
         return Drawn(latents=drawn.latents.cpu(), log_probs=drawn.log_probs.cpu(), clean=drawn.clean.cpu())
 
     def _conditions(self, prompts: set[str], plan: SamplingPlan) -> dict[str, Condition]:
@@ -171,11 +194,6 @@ class DiffusersEngine:
         moved = {name: torch.stack([conditions[key][name] for key in order]).to(self._device) for name in names}
         positive_rows = torch.tensor([order.index(key) for key in keys], device=self._device)
         positive = {name: value[positive_rows] for name, value in moved.items()}
-        if not negative:
-            return Conditioning(positive=positive, negative={}, guidance=guidance)
-        at = order.index(negative)
-        return Conditioning(
-            positive=positive,
-            negative={name: value[at].expand(len(keys), *value.shape[1:]) for name, value in moved.items()},
-            guidance=guidance,
-        )
+        unwanted = {name: value[order.index(negative)] for name, value in moved.items()} if negative else {}
+        repeated = {name: value.expand(len(keys), *value.shape) for name, value in unwanted.items()}
+        return Conditioning(positive=positive, negative=repeated, guidance=guidance)

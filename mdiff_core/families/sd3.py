@@ -55,10 +55,7 @@ class SD3:
         """Sizes are multiples of VAE downscale x patch and fit the position table; the published 8 x 2 for a hub id not on disk."""
         if frames != 1:
             raise BadSetting(f"sampling.frames: {frames}, but sd3 draws single images; set it to 1")
-        vae, transformer = (
-            hub.config_on_disk(model, "vae/config.json"),
-            hub.config_on_disk(model, "transformer/config.json"),
-        )
+        vae, transformer = (hub.config_on_disk(model, f"{part}/config.json") for part in ("vae", "transformer"))
         downscale = 2 ** (len(vae["block_out_channels"]) - 1) if vae else 8
         patch = transformer["patch_size"] if transformer else 2
         unit = downscale * patch
@@ -193,6 +190,10 @@ class SD3Codec:
         pixels = torch.tensor(frames[:, 0], device=self._vae.device).permute(0, 3, 1, 2).to(self._vae.dtype) / 127.5 - 1
         latents = self._vae.encode(pixels).latent_dist.mode().float()
         return cast(Tensor, (latents - self._shift) * self._vae.config.scaling_factor).cpu()
+
+    def networks(self) -> Sequence[nn.Module]:
+        """The decoder alone."""
+        return [self._vae.decoder]
 
     @property
     def _shift(self) -> float:

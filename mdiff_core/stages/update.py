@@ -5,7 +5,7 @@ from pathlib import Path
 from mdiff_core import policies
 from mdiff_core.jobs import UpdateJob
 
-VERSION = "1"
+VERSION = "2"
 
 
 def run(job: UpdateJob, pairs: Path, policy: Path, state: Path, out_policy: Path, out_state: Path) -> dict[str, float]:
@@ -14,9 +14,9 @@ def run(job: UpdateJob, pairs: Path, policy: Path, state: Path, out_policy: Path
     The artifacts that are read must be at the given paths on every node; those written are rank 0's.
     """
     # Imported here because they bring FSDP, for which whoever only wants VERSION should not have to wait.
+    from mdiff_core.determinism import deterministic
     from mdiff_core.train import shard
     from mdiff_core.train.loop import Trainer
-    from mdiff_core.train.precision import deterministic
 
     start = policies.open_policy(policy)
     device = shard.own_device()

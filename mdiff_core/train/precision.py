@@ -1,8 +1,5 @@
 """Number formats of training: which dtype computes, and loss scaling for fp16."""
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,21 +56,3 @@ class GradScaler:
     def saved(self) -> dict[str, Any] | None:
         """What the next round needs; None when there is nothing to scale."""
         return {"scale": self.scale, "streak": self.streak} if self.enabled else None
-
-
-@contextmanager
-def deterministic(device: torch.device) -> Iterator[None]:
-    """Same bits every time on a GPU too, where some fast backward passes add in any order; CPUs do so anyway."""
-    if device.type == "cpu":
-        yield
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    # On by default in that mode: it writes all new memory once, to make reads before a write repeatable.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]

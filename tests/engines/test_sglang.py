@@ -20,7 +20,7 @@ from mdiff_core.engines.sglang.engine import ROLLOUT, SGLangEngine
 from mdiff_core.engines.sglang.options import SGLangOptions, command_line, environment
 from mdiff_core.engines.sglang.requests import sampling_body
 from mdiff_core.engines.sglang.server import Server
-from mdiff_core.engines.sglang.weights import FromFiles, FromTensors, Sync, Update, digest
+from mdiff_core.engines.sglang.weights import FromFiles, FromTensors, Sync, Update, deliver_folder, digest
 from mdiff_core.errors import EngineFailed
 from mdiff_core.fleet.actor import EngineActor, make_kernel
 from mdiff_core.policies import Adapter
@@ -202,7 +202,7 @@ def merged_server(
 
 
 def test_a_server_has_the_same_weights_whether_started_on_them_or_given_them(
-    merged_server: Server, sglang_engine: SGLangEngine, lora: PolicyVersion, transformer: nn.Module
+    merged_server: Server, sglang_engine: SGLangEngine, tiny_sd3: Path, lora: PolicyVersion, transformer: nn.Module
 ) -> None:
     policies.apply_to(transformer, lora)
     merged = {name: value.clone() for name, value in transformer.state_dict().items()}
@@ -219,6 +219,9 @@ def test_a_server_has_the_same_weights_whether_started_on_them_or_given_them(
         assert asked_checksum(merged_server) == checksum(other) != started
         way.deliver(Update(name="merged", tensors=merged, adapter=None, file=None))
         assert asked_checksum(merged_server) == started
+    deliver_folder(merged_server, str(tiny_sd3))
+    FromTensors(merged_server, CPU).deliver(update_of(lora))  # full weights that were taken back stand in no LoRA's way
+    assert asked_checksum(merged_server) == checksum(held(transformer, policies.tensors(lora)))
 
 
 def settings(model: Path, guidance: float) -> RunConfig:

@@ -1,6 +1,7 @@
 """The in-process engine: what it draws, what it records, and that training can repeat it."""
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,21 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_batch(engine: DiffusersEngi
     )
 
 
+def test_two_batches_at_once_are_the_same_bits_as_one_after_the_other(
+    engine: DiffusersEngine, base: PolicyVersion
+) -> None:
+    batches = [[request(0, 2, plan(2.0))], [request(1, 2, plan(2.0))]]
+    engine.load(base)
+    apart = [generated(engine, batch) for batch in batches]
+    engine.load(base)
+    with ThreadPoolExecutor(engine.batches_at_once) as pool:
+        together = list(pool.map(lambda batch: generated(engine, batch), batches))
+    for (alone, _), (beside, _) in zip(apart, together, strict=True):
+        assert all(torch.equal(a.clean, b.clean) for a, b in zip(alone, beside, strict=True))
+    negative = condition_key("a blue star")
+    assert sum(negative in fresh for _, fresh in together) == 1  # handed out once, by whoever came first
+
+
 def test_noise_of_a_row_is_its_seeds_alone() -> None:
     both, one = draw_noise([7, 8], (1, 3), (2, 4)), draw_noise([8], (3,), (2, 4))
     assert both.shape == (3, 2, 2, 4)
@@ -218,9 +234,11 @@ def test_frames_do_not_depend_on_how_many_are_decoded_at_once(
 
 def test_compile_reaches_every_block_and_keeps_their_names(tiny_sd3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[nn.Module] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
-    transformer = engine_of(tiny_sd3, compile=True)._transformer
-    assert transformer is not None and compiled == list(FAMILY.blocks(transformer))
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **how: compiled.append(self))
+    engine = engine_of(tiny_sd3, compile=True)
+    assert engine._transformer is not None and compiled == list(FAMILY.blocks(engine._transformer))
+    compiled.clear()
+    assert compiled == list(engine_of(tiny_sd3, compile_vae=True)._vae.networks())
 
 
 def test_threads_are_set(tiny_sd3: Path) -> None:

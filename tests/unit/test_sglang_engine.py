@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from mdiff_core import seeds
 from mdiff_core.engines.sglang import server as server_module
 from mdiff_core.engines.sglang.engine import SGLangEngine
 from mdiff_core.engines.sglang.guard import LOG
-from mdiff_core.engines.sglang.options import SGLangOptions, command_line
+from mdiff_core.engines.sglang.options import SGLangOptions, command_line, environment
 from mdiff_core.engines.sglang.processes import free_ports
 from mdiff_core.engines.sglang.requests import noise_level
+from mdiff_core.engines.sglang.serve import is_block
 from mdiff_core.engines.sglang.weights import BUCKET_BYTES, Update, alpha_and_strength, buckets
 from mdiff_core.errors import BadSetting, EngineFailed
 from mdiff_core.fleet.actor import make_kernel
@@ -171,6 +173,14 @@ def test_what_sglang_lacks_is_refused_before_anything_starts() -> None:
         SGLangEngine.check(options, family=FAMILY, kernel="dance_sde", gpus=0.0)
     with pytest.raises(BadSetting, match=r"gpus_per_engine: 2, but .* ask for 4 GPUs"):
         SGLangEngine.check(SGLangOptions(ulysses=2, cfg_parallel=True), family=FAMILY, kernel="cps", gpus=2.0)
+    SGLangEngine.check(options, family=FAMILY, kernel="cps", gpus=0.5)  # two engines may share a GPU
+    with pytest.raises(BadSetting, match=r"gpus_per_engine: 0.5, but .* ask for 2 GPUs"):
+        SGLangEngine.check(SGLangOptions(ulysses=2), family=FAMILY, kernel="cps", gpus=0.5)
+
+
+def test_blocks_are_what_is_compiled_apart() -> None:
+    names = ("transformer_blocks.0", "blocks.11", "transformer_blocks", "transformer_blocks.0.attn", "pos_embed.proj")
+    assert [name for name in names if is_block(name, nn.Module())] == ["transformer_blocks.0", "blocks.11"]
 
 
 def test_a_revision_of_the_hub_is_fetched_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +200,8 @@ def test_options_reach_the_command_line() -> None:
         "--text-encoder-precisions bf16 bf16 bf16", "--trust-remote-code false",
     ):  # fmt: skip
         assert part in line
+    assert environment(options, MODEL, True)["TORCH_DYNAMO_AUTOMATIC_DYNAMIC_SHAPES"] == "0"
+    assert environment(SGLangOptions(), MODEL, True)["TORCHDYNAMO_DISABLE"] == "1"
 
 
 @pytest.mark.parametrize(("kernel", "eta"), [("flow_sde", 0.7), ("cps", 0.8), ("ode", 0.0)])

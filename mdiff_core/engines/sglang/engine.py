@@ -56,7 +56,8 @@ class SGLangEngine:
         """BadSetting for a family without a pipeline in SGLang, a kernel it lacks, or GPUs that do not add up."""
         serving_of(family)
         check_kernel(kernel)
-        if gpus != options.gpus and (gpus or options.gpus > 1):
+        shares = options.gpus == 1 and 0 <= gpus <= 1
+        if gpus != options.gpus and not shares:
             raise BadSetting(
                 f"rollout.gpus_per_engine: {gpus:g}, but rollout.engine.options ask for {options.gpus} GPUs "
                 "(tensor_parallel x ulysses x ring, twice with cfg_parallel); make the two equal"
@@ -126,6 +127,7 @@ class SGLangEngine:
         assert self._server is not None
         if self._holds == "full":
             deliver_folder(self._server, located(self._model))
+            self._holds = "base"  # the same layers under the same names, so that a LoRA may follow
         self._sync.withdraw()
 
     def _deliver(self, policy: PolicyVersion, weights: policies.Weights, found: Mapping[str, torch.Tensor]) -> None:

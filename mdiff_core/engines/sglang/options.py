@@ -88,6 +88,9 @@ def environment(options: SGLangOptions, model: str, on_gpu: bool) -> dict[str, s
         found["HF_HUB_OFFLINE"] = "1"
     if options.compile == "off":
         found["TORCHDYNAMO_DISABLE"] = "1"  # a LoRA wraps each layer in one that compiles itself, on whatever device
+    else:
+        # Texts are asked for with one sample, the rest with many: code for any number would be slower than code for each.
+        found["TORCH_DYNAMO_AUTOMATIC_DYNAMIC_SHAPES"] = "0"
     if not on_gpu:
         # As many threads as this process was given, and asleep while they wait: spinning ones slow everybody else down.
         found |= {"OMP_NUM_THREADS": str(torch.get_num_threads()), "OMP_WAIT_POLICY": "PASSIVE"}

@@ -1,8 +1,11 @@
 """The server's main module: `python -m mdiff_core.engines.sglang.serve serve --model-path ...`; its workers import it again.
 
-Two things that SGLang 0.5.17 does badly on a CPU are put right here, by way of torch and zmq; it is left as it is.
+Two things that SGLang 0.5.17 does badly on a CPU are put right here, by way of torch and zmq, and its models that do not name the
+blocks to compile by themselves, as Stable Diffusion 3, get a rule for it; SGLang is left as it is.
 """
 
+import re
+import sys
 from typing import Any
 
 import torch
@@ -21,6 +24,16 @@ def recv_patiently(socket: zmq.Socket[bytes], flags: int = 0, **options: Any) ->
         raise zmq.Again
     return recv_at_once(socket, flags, **options)
 
+
+def is_block(name: str, module: torch.nn.Module) -> bool:
+    """Whether a transformer's part of that name is one of its repeated blocks."""
+    return bool(re.fullmatch(r"(\w+_)?blocks\.\d+", name))
+
+
+if __name__ == "__mp_main__" and "--regional-compile true" in " ".join(sys.argv):
+    from sglang.multimodal_gen.runtime.models.dits.base import BaseDiT
+
+    BaseDiT._compile_conditions = [is_block]  # else SGLang refuses to compile the blocks of those that name none
 
 if __name__ == "__mp_main__":
     recv_at_once = zmq.Socket.recv_multipart
