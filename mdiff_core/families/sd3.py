@@ -25,6 +25,11 @@ PLAIN_SCHEDULE = (
 )
 """Scheduler settings that must be off, as in every published SD3."""
 
+CLIP_LENGTH = 77
+"""Most tokens that CLIP has positions for."""
+SGLANG_LENGTH = 256
+"""Tokens that SGLang's SD3 pipeline gives T5 unless told otherwise."""
+
 
 class SD3Options(Options):
     """Text side."""
@@ -114,11 +119,21 @@ class SD3:
         return flow_match_sigmas(steps, config.get("shift", 1.0))
 
     def serving(self) -> Serving:
-        """SGLang takes one pipeline for every SD3; it cuts the negative text at its own 256 tokens, whatever the option."""
+        """SGLang takes one pipeline for every SD3; it cuts the negative text at its own 256 tokens, whatever the option.
+
+        Left alone it gives CLIP its own length and T5 256 tokens; told a length, it gives that to all three. BadSetting for a
+        length that CLIP has no positions for.
+        """
+        length = self.options.max_sequence_length
+        if CLIP_LENGTH < length != SGLANG_LENGTH:
+            raise BadSetting(
+                f"model.family.options.max_sequence_length: {length}, but SGLang cuts the texts of CLIP and T5 alike; use {SGLANG_LENGTH}, "
+                f"or {CLIP_LENGTH} at most, or the diffusers engine"
+            )
         return Serving(
             model_id="stable-diffusion-3.5-medium",
             text_encoders=3,
-            sampling_params={"max_sequence_length": self.options.max_sequence_length},
+            sampling_params={} if length == SGLANG_LENGTH else {"max_sequence_length": length},
             conditions={name: name for name in ("encoder_hidden_states", "pooled_projections")},
         )
 

@@ -1,6 +1,6 @@
 """Advantage Weighted Matching (arXiv 2509.25050) on the tiny SD3 of the shapes world: rollouts by the ode.
 
-The weighting is the paper's; each sample is trained at half of the sigmas, and the rest is `shapes_flow_grpo`'s, at half its rate.
+The weighting is the paper's; each sample is trained at half of the sigmas, and the rest is `shapes_flow_grpo`'s, at a lower rate.
 """
 
 from mdiff_core.options import Choice

@@ -1,6 +1,6 @@
 """Online Diffusion-DPO (arXiv 2311.12908) on the tiny SD3 of the shapes world: the best of each group against its worst.
 
-Rollouts are by the ode. One pair a group: as many samples as in `shapes_flow_grpo`, in more and smaller groups, and half its rate.
+Rollouts are by the ode. One pair a group: as many samples as in `shapes_flow_grpo`, in more and smaller groups, and a lower rate.
 """
 
 from mdiff_core.options import Choice

@@ -39,7 +39,7 @@ RECIPE = RunConfig(
     loss=Choice(name="flow_grpo", options={"clip": 1e-3}),
     train=Train(
         lora=Lora(rank=16, alpha=32.0),
-        lr=3e-3,
+        lr=2e-3,
         microbatch=64,
         precision="fp32",
     ),

@@ -1,7 +1,7 @@
 """DiffusionNFT (arXiv 2509.16117) on the tiny SD3 of the shapes world: rollouts by the ode, from the old policy.
 
-Loss and decay are the paper's for GenEval, but each sample is trained at half of the sigmas; the rest is `shapes_flow_grpo`'s, at half
-its rate.
+Loss and decay are the paper's for GenEval, but each sample is trained at half of the sigmas; the rest is `shapes_flow_grpo`'s, at a
+lower rate.
 """
 
 from mdiff_core.options import Choice
