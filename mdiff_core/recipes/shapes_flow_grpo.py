@@ -44,5 +44,5 @@ RECIPE = RunConfig(
         precision="fp32",
     ),
     evaluate=Evaluate(prompts=96, samples=4, steps=10),
-    rounds=14,
+    rounds=18,
 )
