@@ -117,7 +117,9 @@ def draw(engine: Any, asked: Sequence[Request]) -> list[Trajectory]:
 
 def sglang(bench: Bench, case: str, **options: Any) -> None:
     """From start to Arrow; the server's own rate is that of its log for the very same samples."""
-    settings, batch = bench.rollout("sglang", **options), bench.args.batch
+    settings, batch, kind = bench.rollout("sglang", **options), bench.args.batch, case
+    if bench.args.engines > 1:
+        case += f", {bench.args.engines} engines on a GPU"
     with Peak() as peak:
         took, _ = bench.generate(batch * bench.args.engines, settings, f"{case}-first")
         bench.rows.add(case, "start, s", f"{took['start_seconds']:.1f}")
@@ -133,9 +135,9 @@ def sglang(bench: Bench, case: str, **options: Any) -> None:
     # the shorter ones are of one step, for the text embeddings
     denoising = sum(sorted(stages["Denoising"])[-(images // batch) :])
     if bench.args.engines == 1:
-        bench.rows.numbers[case] = images / denoising
-    alone = bench.rows.numbers.get(case, float("nan"))
-    bench.rows.add(case, "denoising alone, images/s", f"{alone:.2f}")
+        bench.rows.numbers[kind] = images / denoising
+    alone = bench.rows.numbers.get(kind, float("nan"))
+    bench.rows.add(case, "denoising alone by one engine, images/s", f"{alone:.2f}")
     bench.rows.add(case, "rollout into Arrow, images/s", f"{rate:.2f} ({rate / alone:.0%} of denoising alone)")
     spent = {name: 1000 * sum(seconds) / images for name, seconds in stages.items()}
     told = ", ".join(f"{name} {ms:.1f}" for name, ms in spent.items() if ms >= 0.05)
