@@ -1,6 +1,7 @@
 """Errors a person can act on. Every message names the field, the value and the way out."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class MdiffError(Exception):
@@ -13,6 +14,18 @@ class BadSetting(MdiffError, ValueError):
 
 class BadArtifact(MdiffError, ValueError):
     """A folder is not the artifact it claims to be: manifest missing, checksum wrong, schema unknown."""
+
+
+class Damaged(BadArtifact):
+    """A file of a finished artifact is not as it was written: made or fetched again, it will be."""
+
+    def __init__(self, message: str, path: Path) -> None:
+        """`path` is the file, or a folder that lacks one."""
+        super().__init__(message)
+        self.path = path
+
+    def __reduce__(self) -> tuple[type, tuple[str, Path]]:
+        return type(self), (str(self), self.path)
 
 
 class DriftExceeded(MdiffError, RuntimeError):
