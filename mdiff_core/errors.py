@@ -19,13 +19,13 @@ class BadArtifact(MdiffError, ValueError):
 class Damaged(BadArtifact):
     """A file of a finished artifact is not as it was written: made or fetched again, it will be."""
 
-    def __init__(self, message: str, path: Path) -> None:
-        """`path` is the file, or a folder that lacks one."""
-        super().__init__(message)
-        self.path = path
+    def __init__(self, what: str, path: Path, way_out: str = "run its stage again") -> None:
+        """`path` is the file, or where it should be."""
+        super().__init__(f"{what}; {way_out}")
+        self.what, self.path, self.way_out = what, path, way_out
 
-    def __reduce__(self) -> tuple[type, tuple[str, Path]]:
-        return type(self), (str(self), self.path)
+    def __reduce__(self) -> tuple[type, tuple[str, Path, str]]:
+        return type(self), (self.what, self.path, self.way_out)
 
 
 class DriftExceeded(MdiffError, RuntimeError):

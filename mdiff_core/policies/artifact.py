@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mdiff_core.artifacts import write_durably
-from mdiff_core.errors import BadArtifact
+from mdiff_core.errors import BadArtifact, Damaged
 from mdiff_core.types import PolicyVersion
 
 POLICY = "policy.json"
 FORMAT = 1
-LATEST = "latest.json"
+FETCH = "fetch the policy again"
 PEFT_PREFIX = "base_model.model."
 FILES = {
     "base": (),
@@ -134,7 +134,7 @@ def open_policy(folder: Path, verify: bool = True) -> PolicyVersion:
         raise BadArtifact(f"{folder / POLICY}: lists {sorted(files)}, but a {policy.kind} policy holds {sorted(known)}")
     for name in files:
         if not (folder / name).is_file():
-            raise BadArtifact(f"{folder / name}: missing, though {POLICY} lists it; fetch the policy again")
+            raise Damaged(f"{folder / name}: missing, though {POLICY} lists it", folder / name, FETCH)
     if verify:
         _verify(policy, files)
     return policy
@@ -158,7 +158,7 @@ def tensors(policy: PolicyVersion, weights: Weights = "live") -> dict[str, Tenso
     try:
         found = load_file(path)
     except SafetensorError as error:
-        raise BadArtifact(f"{path}: not a safetensors file ({error}); fetch the policy again") from error
+        raise Damaged(f"{path}: not a safetensors file ({error})", path, FETCH) from error
     if policy.kind == "full":
         return found
     bare = {name.removeprefix(PEFT_PREFIX): value for name, value in found.items()}
@@ -267,12 +267,14 @@ def _checksum(files: Mapping[str, str], base_digest: str) -> str:
 def _verify(policy: PolicyVersion, files: Mapping[str, str]) -> None:
     for name, digest in files.items():
         if _sha256(policy.path / name) != digest:
-            raise BadArtifact(
-                f"{policy.path / name}: its sha256 is not the one in {POLICY}; the file was changed or cut, fetch it again"
+            raise Damaged(
+                f"{policy.path / name}: its sha256 is not the one in {POLICY}, so the file was changed or cut",
+                policy.path / name,
+                FETCH,
             )
     if policy.checksum != _checksum(files, policy.base_digest):
-        raise BadArtifact(
-            f"{policy.path / POLICY}: checksum does not follow from the files' sha256; write the policy again"
+        raise Damaged(
+            f"{policy.path / POLICY}: checksum does not follow from the files' sha256", policy.path / POLICY, FETCH
         )
 
 
@@ -282,7 +284,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise BadArtifact(f"{path.parent}: no {path.name}, so no finished policy; name a folder that has one") from None
     except ValueError as error:
-        raise BadArtifact(f"{path}: not JSON ({error}); write the policy again") from error
+        raise Damaged(f"{path}: not JSON ({error})", path, FETCH) from error
     if not isinstance(found, dict):
         raise BadArtifact(f"{path}: not a JSON object; write the policy again")
     return found

@@ -41,7 +41,7 @@ def read_from(path: Path, what: str) -> Iterator[None]:
 
 def damage(path: Path, what: str) -> Damaged:
     """The error for a file that cannot be used."""
-    return Damaged(f"{path}: {what}; run its stage again", path)
+    return Damaged(f"{path}: {what}", path)
 
 
 class Shard:
@@ -63,7 +63,7 @@ class Shard:
         try:
             schemas[self.table].check(names, str(path))
         except BadArtifact as error:
-            raise Damaged(str(error), path) from None
+            raise Damaged(str(error).removesuffix("; run its stage again"), path) from None
 
     def batches(self) -> Iterator["Batch"]:
         """In order. Not kept here: a cycle would hold the map until the garbage collector runs."""
@@ -167,7 +167,8 @@ def paths_of(folder: Path, stem: str) -> list[Path]:
         raise BadArtifact(f"{folder}: no {stem}-*.arrow, so the table is not there; run the stage that writes it")
     for number in range(max(found) + 1):
         if number not in found:
-            raise BadArtifact(f"{folder}: {stem}-{number:05d}.arrow is missing; run the stage that writes it again")
+            missing = folder / f"{stem}-{number:05d}.arrow"
+            raise Damaged(f"{folder}: {missing.name} is missing", missing)
     return [found[number] for number in sorted(found)]
 
 

@@ -198,7 +198,13 @@ def read_conditions(folder: Path, keys: Sequence[str] | None = None) -> dict[str
 
 
 def copy_conditions(source: Path, target: Path) -> None:
-    """The same conditions in another folder: hard links where the disk allows, copies elsewhere."""
+    """The same conditions in another folder: hard links where the disk allows, copies elsewhere.
+
+    Compared with what was written first: a link to a damaged file could not be made anew.
+    """
+    for batch in batches(source, CONDITIONS.name, CONDITIONS):
+        for name in batch.names:
+            batch.column(name)
     for path in paths_of(source, CONDITIONS.name):
         try:
             os.link(path, target / path.name)
