@@ -26,7 +26,9 @@ def of(batch: pa.RecordBatch) -> dict[bytes, bytes]:
     return found
 
 
-def damaged(field: pa.Field, array: pa.Array, written: Mapping[bytes, bytes], rows: Sequence[int] | None = None) -> bool:
+def damaged(
+    field: pa.Field, array: pa.Array, written: Mapping[bytes, bytes], rows: Sequence[int] | None = None
+) -> bool:
     """Whether the column, or these rows of one of tensors, is not as it was written; raises what numpy does at broken bytes."""
     expected, seed = written.get(field.name.encode(), b""), seed_of(field)
     by_row = shape_of(field) != ()

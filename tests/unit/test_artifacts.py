@@ -138,7 +138,9 @@ def test_an_input_that_turns_out_damaged_is_made_again(tmp_path: Path) -> None:
     def run(read: Mapping[str, Path], _: Mapping[str, Path]) -> dict[str, float]:
         raise Damaged("x: changed", read["given"] / "some/file.json")
 
-    with pytest.raises(BadArtifact, match=r"^x: changed; it no longer counts as finished, so run the same command again"):
+    with pytest.raises(
+        BadArtifact, match=r"^x: changed; it no longer counts as finished, so run the same command again"
+    ):
         produce(made, run, {"given": given, "other": other})
     assert find(str(given)) is None and find(str(other)) is not None
     assert (given / "some/file.json").exists()

@@ -277,13 +277,18 @@ def everything(folder: Path) -> list[Any]:
     found += [[repr(row.prompt), row.sample, row.frames.tolist()] for row in tables.read_trajectories(folder)]
     names = tables.samples.TRAJECTORIES.columns
     for batch in tables.trajectory_batches(folder, names):
-        found += [[name, batch[name].tolist() if isinstance(batch[name], np.ndarray) else batch[name]] for name in names]
+        found += [
+            [name, batch[name].tolist() if isinstance(batch[name], np.ndarray) else batch[name]] for name in names
+        ]
     for key, condition in tables.read_conditions(folder).items():
         found.append([key, {name: value.tolist() for name, value in condition.items()}])
     found += [repr(row) for row in tables.read_scores(folder)]
     table = tables.RowTable(folder, 0)
     rows = table.take(np.arange(len(table)))
-    return [*found, {name: column.tolist() if isinstance(column, np.ndarray) else column for name, column in rows.items()}]
+    return [
+        *found,
+        {name: column.tolist() if isinstance(column, np.ndarray) else column for name, column in rows.items()},
+    ]
 
 
 def all_tables(folder: Path) -> Path:
