@@ -9,7 +9,6 @@ rename; on object stores the manifest is the last upload.
 import hashlib
 import json
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -22,7 +21,7 @@ from typing import Any
 import fsspec
 
 from mdiff_core import workspaces
-from mdiff_core.errors import BadArtifact, BadSetting, Damaged
+from mdiff_core.errors import BadArtifact, Damaged
 
 MANIFEST = "manifest.json"
 SET_ASIDE = "manifest.damaged.json"
@@ -100,30 +99,6 @@ def find(uri: str) -> Manifest | None:
 def is_local(uri: str) -> bool:
     """Whether the artifact is a folder of this machine."""
     return "://" not in uri or uri.startswith("file://")
-
-
-def settled(store: str) -> str:
-    """The store's address, absolute if it is a folder; BadSetting when nothing can be written there."""
-    protocol, separator, _ = store.partition("://")
-    try:
-        if "\0" in store:
-            raise ValueError("a zero byte in it")
-        if separator and protocol != "file":
-            fsspec.get_filesystem_class(protocol)
-            return store
-        folder = Path(store.removeprefix("file://")).expanduser().absolute()
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-    except (ValueError, ImportError, OSError, RuntimeError) as error:
-        raise BadSetting(f"store: '{store}' is no folder or URI that can be used ({error}); name another") from error
-    if re.match(r"[a-z0-9]+:/", store) and not separator:
-        raise BadSetting(
-            f"store: '{store}' has one slash after its colon, where a URI has two; write {protocol.replace(':/', '://', 1)}"
-        )
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise BadSetting(
-            f"store: '{store}' cannot be written, as {there} is no folder that one may write to; name another"
-        )
-    return str(folder)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def function(name: str) -> Callable[..., Any]:
         raise BadSetting(
             f"function: '{name}' cannot be imported ({error}); repair the module, or put it into the image"
         ) from error
-    except Exception as error:  # noqa: BLE001  (the module is the user's, and may raise anything)
+    except Exception as error:
         raise BadSetting(
             f"function: module '{module}' raised {type(error).__name__} when it was imported ({error}); repair it"
         ) from error

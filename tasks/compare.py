@@ -7,10 +7,11 @@ from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 
 from mdiff_core import artifacts, runs
-from mdiff_core.artifacts import read_manifest, settled
+from mdiff_core.artifacts import read_manifest
 from mdiff_core.observe import alarm, metrics, report
 from mdiff_core.settings import RunConfig
 from mdiff_core.stages import plan as stage
+from mdiff_core.stores import settled
 from tasks import decks, hardware
 from tasks.handoff import Artifact, default_store, fetch, handle_of, uri_of
 from tasks.plan import Recipe, command, here

@@ -6,7 +6,6 @@ A LoRA is in PEFT's layout, so that other tools read it too. Tensors have the na
 Nothing in it says when or where it was made, so equal runs leave equal bytes; nothing in it is unpickled.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from mdiff_core.artifacts import write_durably
 from mdiff_core.errors import BadArtifact, Damaged
+from mdiff_core.policies.checksums import checksum, sha256_of
 from mdiff_core.types import PolicyVersion
 
 POLICY = "policy.json"
@@ -60,7 +60,7 @@ def base_version(folder: Path, *, base: str, base_digest: str) -> PolicyVersion:
         kind="base",
         base=base,
         base_digest=base_digest,
-        checksum=_checksum({}, base_digest),
+        checksum=checksum({}, base_digest),
         targets=(),
     )
     return _seal(policy, {})
@@ -181,7 +181,7 @@ def checksum_of(policy: PolicyVersion, weights: Weights = "live") -> str:
     files: dict[str, str] = _read_json(policy.path / POLICY)["files"]
     below = "" if weights == "live" else f"{weights}/"
     own = {name.removeprefix(below): digest for name, digest in files.items() if name.startswith(below)}
-    return _checksum({name: digest for name, digest in own.items() if "/" not in name}, policy.base_digest)
+    return checksum({name: digest for name, digest in own.items() if "/" not in name}, policy.base_digest)
 
 
 def weight_file(policy: PolicyVersion, weights: Weights = "live") -> Path:
@@ -226,11 +226,11 @@ def _next(
     folder: Path, parent: PolicyVersion, version: str, *, kind: str, targets: tuple[str, ...], averages: Averages
 ) -> PolicyVersion:
     names = [*FILES[kind], *(f"{one}/{name}" for one in averages for name in FILES[kind])]
-    files = {name: _sha256(folder / name) for name in names}
-    checksum = _checksum(files, parent.base_digest)
-    label = f"{version}-{checksum[:8]}"
+    files = {name: sha256_of(folder / name) for name in names}
+    digest = checksum(files, parent.base_digest)
+    label = f"{version}-{digest[:8]}"
     made = replace(
-        parent, path=folder, version=label, parent=parent.version, kind=kind, checksum=checksum, targets=targets
+        parent, path=folder, version=label, parent=parent.version, kind=kind, checksum=digest, targets=targets
     )
     return _seal(made, files)
 
@@ -254,25 +254,15 @@ def _seal(policy: PolicyVersion, files: Mapping[str, str]) -> PolicyVersion:
     return policy
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _checksum(files: Mapping[str, str], base_digest: str) -> str:
-    parts = [f"{name}:{digest}" for name, digest in sorted(files.items())]
-    return hashlib.sha256("\n".join(parts or [base_digest]).encode()).hexdigest()
-
-
 def _verify(policy: PolicyVersion, files: Mapping[str, str]) -> None:
     for name, digest in files.items():
-        if _sha256(policy.path / name) != digest:
+        if sha256_of(policy.path / name) != digest:
             raise Damaged(
                 f"{policy.path / name}: its sha256 is not the one in {POLICY}, so the file was changed or cut",
                 policy.path / name,
                 FETCH,
             )
-    if policy.checksum != _checksum(files, policy.base_digest):
+    if policy.checksum != checksum(files, policy.base_digest):
         raise Damaged(
             f"{policy.path / POLICY}: checksum does not follow from the files' sha256", policy.path / POLICY, FETCH
         )

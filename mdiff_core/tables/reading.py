@@ -17,7 +17,6 @@ from mdiff_core.tables import digests
 from mdiff_core.tables.columns import as_numpy, as_tensor, number_type, shape_of
 from mdiff_core.tables.schemas import NAME, VERSION, Schema
 
-
 UNREADABLE = (
     *(OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, NotImplementedError),
     *(OverflowError, MemoryError, struct.error, pa.ArrowException),

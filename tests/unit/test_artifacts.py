@@ -104,7 +104,7 @@ def test_a_folder_without_locks_is_never_cleared(tmp_path: Path, monkeypatch: py
         assert first != second and first.exists() and second.exists()
 
 
-def make(store: Path, stage: str, text: str, inputs: Mapping[str, str] = {}) -> Path:  # noqa: B006
+def make(store: Path, stage: str, text: str, inputs: Mapping[str, str] = {}) -> Path:
     def run(_: Mapping[str, Path], folders: Mapping[str, Path]) -> dict[str, float]:
         (folders[stage] / "some").mkdir()
         (folders[stage] / "some/file.json").write_text(text)
