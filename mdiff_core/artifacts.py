@@ -45,6 +45,8 @@ class Manifest:
     metrics: Mapping[str, Any]
     seconds: float
     """Wall-clock seconds the stage took; not part of the key."""
+    finished: float = 0.0
+    """Seconds since 1970; not part of the key."""
     sha256: Mapping[str, str] = field(default_factory=dict)
     """Of every small file, by relative path."""
 
@@ -226,6 +228,7 @@ class Production:
             sizes=sizes,
             metrics=dict(metrics),
             seconds=seconds,
+            finished=time.time(),
             sha256=digests_of(folder, sizes),
         )
 
