@@ -54,4 +54,5 @@ def said(error: BaseException) -> str:
     """The first line of what was at the root of an error."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "") or type(error).__name__
+    text = str(error).rpartition("Original exception:")[2]  # Flyte's way to name a cause
+    return next((line.strip() for line in text.splitlines() if line.strip()), "") or type(error).__name__
