@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 
@@ -148,3 +150,31 @@ def test_a_layer_that_the_model_lacks_is_named_before_anything_is_made() -> None
         BadSetting, match=r"train.lora.targets: 'attn.to_qq' matches no linear layer .* did you mean 'attn.to_q'"
     ):
         plan.settings(RECIPE, ['train.lora.targets=["attn.to_qq"]'])
+
+
+BEGIN = """
+import sys
+from mdiff_core import config, runs
+runs.begin(sys.argv[1], config.load("shapes_flow_grpo", ["name=mine"]), "", {})
+print("begun", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_that_is_begun_again_starts_its_metrics_anew_unless_another_process_is_in_it(tmp_path: Path) -> None:
+    def begun() -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", BEGIN, str(tmp_path)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        assert process.stdout and process.stdout.readline() == "begun\n"
+        return process
+
+    file = tmp_path / "runs/mine" / metrics.FILE
+    first = begun()
+    file.write_text('{"kind": "round", "round": 1}\n')
+    second = begun()
+    assert [found["round"] for found in metrics.read(file.parent)] == [1]
+    first.communicate()
+    second.kill()
+    second.communicate()
+    begun().communicate()
+    assert metrics.read(file.parent) == []
