@@ -1,12 +1,13 @@
 """Resume is equality: killed anywhere and started again, a run repeats nothing and ends with the same bits."""
 
+import json
 import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from mdiff_core.observe import metrics
-from tests.workflows.conftest import PYFLYTE, ROOT, Finished, call, invoke, manifests, post_train
+from tests.workflows.conftest import PYFLYTE, ROOT, Finished, call, manifests, post_train
 from tests.workflows.killed import PLACES
 
 KILLED = (sys.executable, str(ROOT / "tests/workflows/killed.py"))
@@ -41,12 +42,15 @@ def test_a_damaged_policy_is_made_again(finished: Finished, ray_address: Mapping
     weights = bytearray(path.read_bytes())
     weights[-1] ^= 1
     path.write_bytes(weights)
-    ended = invoke(post_train(store), ray_address)
-    assert ended.code == 1
-    assert ended.said.splitlines()[-1].startswith(f"{path}: its sha256 is not the one in policy.json")
-    assert "; it no longer counts as finished, so run the same command again" in ended.said
+    manifest = json.loads((path.parent / "manifest.json").read_text())
+    del manifest["sha256"][path.name]  # as of a file that is too large to be compared before each use
+    (path.parent / "manifest.json").write_text(json.dumps(manifest))
+    ended = call([*PYFLYTE, *post_train(store)], ray_address)
+    assert ended.code == 1 and "Traceback" not in ended.said
+    (sentence,) = ended.lines(f"{path}: its sha256 is not the one in policy.json")
+    assert "; it no longer counts as finished, so run the same command again" in sentence
     before = manifests(store)
-    ended = invoke(post_train(store), ray_address)
+    ended = call([*PYFLYTE, *post_train(store)], ray_address)
     assert ended.code == 0, ended.said
     assert ended.checksum == finished.ended.checksum
     after = manifests(store)
