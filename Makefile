@@ -37,10 +37,14 @@ setup: .venv/up-to-date
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	touch $@
 
+# What a run says last is where it is: another one at the same time cannot be taken for it.
+SAID = mkdir -p build && said=$$(mktemp build/said.XXXXXX) && trap 'rm -f "$$said"' EXIT
+RUN_FOLDER = "$$(sed -n 's,^report \(.*\)/report.html$$,\1,p' "$$said")"
+POLICY = "$$(sed -n 's,^policy ,,p' "$$said")"
 demo: setup
-	$(BIN)/pyflyte -c flyte.config run workflows/post_train.py post_train --recipe $(RECIPE) \
-		$(if $(ENGINE),--overrides '["rollout.engine.name=$(ENGINE)"]')
-	$(BIN)/python -m mdiff_core.observe.report check "$$(ls -td runs/runs/$(RECIPE)-*/ | head -1)" --gain $(GAIN)
+	$(SAID); $(BIN)/pyflyte -c flyte.config run workflows/post_train.py post_train --recipe $(RECIPE) \
+		$(if $(ENGINE),--overrides '["rollout.engine.name=$(ENGINE)"]') | tee "$$said"; \
+	$(BIN)/python -m mdiff_core.observe.report check $(RUN_FOLDER) --gain $(GAIN)
 
 # The shipped tiny model from seeds alone, but for its VAE and text encoders, which are taken from assets/.
 SHAPES = $(BIN)/python -m mdiff_core.worlds.shapes images --count 24000 --seed 7 --exclude assets/shapes_prompts/held_out.jsonl
@@ -49,11 +53,9 @@ EXPORT = $(BIN)/python -m mdiff_core.export --weights ema --dtype float16
 tiny: setup
 	$(BIN)/python -m mdiff_core.worlds.tiny_sd3 blank --seed 0 --out build/shapes_sd3_blank
 	$(SHAPES) --out build/shapes_images
-	$(SFT) shapes_sft
-	$(EXPORT) --recipe shapes_sft "$$(ls -td runs/policies/shapes_sft-*/*/ | head -1)" build/shapes_sd3_clean
+	$(SAID); $(SFT) shapes_sft | tee "$$said"; $(EXPORT) --recipe shapes_sft $(POLICY) build/shapes_sd3_clean
 	$(SHAPES) --mislabelled 0.1 --out build/shapes_images_web
-	$(SFT) shapes_base
-	$(EXPORT) --recipe shapes_base "$$(ls -td runs/policies/shapes_base-*/*/ | head -1)" build/shapes_sd3
+	$(SAID); $(SFT) shapes_base | tee "$$said"; $(EXPORT) --recipe shapes_base $(POLICY) build/shapes_sd3
 
 test: lint
 	$(BIN)/python -m pytest

@@ -9,21 +9,26 @@ rename; on object stores the manifest is the last upload.
 import hashlib
 import json
 import os
-import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import fsspec
 
-from mdiff_core.errors import BadArtifact, BadSetting
+from mdiff_core import workspaces
+from mdiff_core.errors import BadArtifact, Damaged
 
 MANIFEST = "manifest.json"
+SET_ASIDE = "manifest.damaged.json"
+"""What the manifest of an artifact is called that turned out to be damaged, and so is none any more."""
+AGAIN = "run the same command again, which makes it anew (on a cluster with --overwrite-cache)"
+SMALL = 2**20
+"""Bytes up to which a file's digest is in the manifest. Larger ones are tables and weights, which have their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +45,10 @@ class Manifest:
     metrics: Mapping[str, Any]
     seconds: float
     """Wall-clock seconds the stage took; not part of the key."""
+    finished: float = 0.0
+    """Seconds since 1970; not part of the key."""
+    sha256: Mapping[str, str] = field(default_factory=dict)
+    """Of every small file, by relative path."""
 
     def to_json(self) -> str:
         """Indented: people read it."""
@@ -53,26 +62,26 @@ def key_of(stage: str, version: str, job_json: str, inputs: Mapping[str, str]) -
 
 
 def read_manifest(uri: str) -> Manifest:
-    """Manifest of the artifact at `uri` (folder or fsspec URI); BadArtifact when missing, broken or a file is short."""
+    """Manifest of the artifact at `uri` (folder or fsspec URI); BadArtifact when missing, broken, a file is short or a small one,
+    on this machine, is changed."""
     fs, root = fsspec.url_to_fs(str(uri))
     try:
         found = json.loads(fs.cat_file(f"{root}/{MANIFEST}"))
         manifest = Manifest(**found)
-        if not (isinstance(manifest.sizes, dict) and isinstance(manifest.metrics, dict)):
-            raise TypeError("sizes and metrics are not objects")
+        if not all(isinstance(part, dict) for part in (manifest.sizes, manifest.metrics, manifest.sha256)):
+            raise TypeError("sizes, metrics and sha256 are not objects")
     except FileNotFoundError:
         raise BadArtifact(
             f"{uri}: no {MANIFEST}, so this is not a finished artifact; run the stage that makes it again"
         ) from None
-    except (ValueError, TypeError) as error:
-        raise BadArtifact(
-            f"{uri}/{MANIFEST} cannot be read ({error}); delete the folder and run its stage again"
-        ) from error
+    except (ValueError, TypeError, OSError) as error:
+        raise BadArtifact(f"{uri}/{MANIFEST} cannot be read ({error}); {AGAIN}") from error
     for name, size in manifest.sizes.items():
         if not fs.exists(f"{root}/{name}") or fs.size(f"{root}/{name}") != size:
-            raise BadArtifact(
-                f"{uri}/{name}: missing or not the {size} bytes its manifest says; delete the folder and run its stage again"
-            )
+            raise BadArtifact(f"{uri}/{name}: missing or not the {size} bytes its manifest says; {AGAIN}")
+    for name, digest in manifest.sha256.items() if is_local(uri) else ():
+        if hashlib.sha256(Path(root, name).read_bytes()).hexdigest() != digest:
+            raise BadArtifact(f"{uri}/{name}: changed since it was written; {AGAIN}")
     return manifest
 
 
@@ -94,30 +103,6 @@ def is_local(uri: str) -> bool:
     return "://" not in uri or uri.startswith("file://")
 
 
-def settled(store: str) -> str:
-    """The store's address, absolute if it is a folder; BadSetting when nothing can be written there."""
-    protocol, separator, _ = store.partition("://")
-    try:
-        if "\0" in store:
-            raise ValueError("a zero byte in it")
-        if separator and protocol != "file":
-            fsspec.get_filesystem_class(protocol)
-            return store
-        folder = Path(store.removeprefix("file://")).expanduser().absolute()
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-    except (ValueError, ImportError, OSError, RuntimeError) as error:
-        raise BadSetting(f"store: '{store}' is no folder or URI that can be used ({error}); name another") from error
-    if re.match(r"[a-z0-9]+:/", store) and not separator:
-        raise BadSetting(
-            f"store: '{store}' has one slash after its colon, where a URI has two; write {protocol.replace(':/', '://', 1)}"
-        )
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise BadSetting(
-            f"store: '{store}' cannot be written, as {there} is no folder that one may write to; name another"
-        )
-    return str(folder)
-
-
 @contextmanager
 def workspace(uri: str) -> Iterator[Path]:
     """An empty folder to fill; beside its final place when that is local, so that finishing is one rename.
@@ -125,11 +110,8 @@ def workspace(uri: str) -> Iterator[Path]:
     Left as it is when the body raises (partial output stays readable) and cleared by the next attempt.
     """
     if is_local(uri):
-        folder = Path(uri.removeprefix("file://")).absolute()
-        partial = folder.with_name(folder.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
+        with workspaces.beside(local_path(uri)) as partial:
+            yield partial
         return
     with tempfile.TemporaryDirectory(prefix="mdiff-") as folder_name:
         yield Path(folder_name)
@@ -145,15 +127,30 @@ def finish(folder: Path, uri: str, manifest: Manifest) -> None:
         fs.pipe_file(f"{root}/{MANIFEST}", manifest.to_json().encode())
         return
     write_durably(folder / MANIFEST, manifest.to_json().encode())
-    final = Path(uri.removeprefix("file://")).absolute()
-    shutil.rmtree(final, ignore_errors=True)
-    os.rename(folder, final)
+    workspaces.put_in_place(folder, local_path(uri))
+
+
+def set_aside(folder: Path) -> None:
+    """Make the artifact one that is not finished, so that it is made (or fetched) again; its files stay to be looked at."""
+    with suppress(FileNotFoundError):
+        os.rename(folder / MANIFEST, folder / SET_ASIDE)
+
+
+def local_path(uri: str) -> Path:
+    """Of a folder of this machine."""
+    return Path(uri.removeprefix("file://")).absolute()
 
 
 def sizes_of(folder: Path) -> dict[str, int]:
     """Bytes of every file below `folder` except a manifest at its top, by POSIX relative path, sorted."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+
+
+def digests_of(folder: Path, sizes: Mapping[str, int]) -> dict[str, str]:
+    """sha256 of the small ones of these files."""
+    small = [name for name, size in sizes.items() if size <= SMALL and not name.endswith(".arrow")]
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in small}
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -169,7 +166,7 @@ def write_durably(path: Path, data: bytes) -> None:
 def localize(uri: str, cache: Path) -> Path:
     """A local folder with the artifact's files: itself when local, else downloaded once below `cache`."""
     if is_local(uri):
-        return Path(uri.removeprefix("file://")).absolute()
+        return local_path(uri)
     manifest = read_manifest(uri)
     target = cache / manifest.key[:24]
     if find(str(target)) is None:
@@ -178,7 +175,9 @@ def localize(uri: str, cache: Path) -> Path:
             for name in manifest.sizes:
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 fs.get_file(f"{root}/{name}", str(partial / name))
-            finish(partial, str(target), manifest)
+            with workspaces.locked(cache):
+                finish(partial, str(target), manifest)
+        read_manifest(str(target))  # it came as it was sent
     return target
 
 
@@ -207,18 +206,31 @@ class Production:
             yield {role: stack.enter_context(workspace(uri)) for role, uri in self.uris.items()}
 
     def finish(self, folders: Mapping[str, Path], metrics: Mapping[str, Any], seconds: float) -> None:
-        """Publish all outputs, each with the stage's metrics in its manifest."""
-        for role, uri in self.uris.items():
-            manifest = Manifest(
-                stage=role,
-                key=self.key,
-                inputs=dict(self.inputs),
-                job=json.loads(self.job),
-                sizes=sizes_of(folders[role]),
-                metrics=dict(metrics),
-                seconds=seconds,
-            )
-            finish(folders[role], uri, manifest)
+        """Publish all outputs, each with the stage's metrics in its manifest; all or, if another process was first, none."""
+        with ExitStack() as stack:
+            first = next(iter(self.uris.values()))
+            if is_local(first):
+                stack.enter_context(workspaces.locked(local_path(first).parent))
+                if self.done:
+                    for folder in folders.values():
+                        shutil.rmtree(folder)
+                    return
+            for role, uri in self.uris.items():
+                finish(folders[role], uri, self._manifest(role, folders[role], metrics, seconds))
+
+    def _manifest(self, role: str, folder: Path, metrics: Mapping[str, Any], seconds: float) -> Manifest:
+        sizes = sizes_of(folder)
+        return Manifest(
+            stage=role,
+            key=self.key,
+            inputs=dict(self.inputs),
+            job=json.loads(self.job),
+            sizes=sizes,
+            metrics=dict(metrics),
+            seconds=seconds,
+            finished=time.time(),
+            sha256=digests_of(folder, sizes),
+        )
 
 
 def production(
@@ -240,6 +252,20 @@ def produce(
     if not made.done:
         started = time.monotonic()
         with made.make() as folders:
-            metrics = run(inputs, folders)
+            with damage_told(inputs.values()):
+                metrics = run(inputs, folders)
             made.finish(folders, metrics, time.monotonic() - started)
     return made.uris
+
+
+@contextmanager
+def damage_told(inputs: Iterable[Path]) -> Iterator[None]:
+    """An input of these that turns out to be damaged is set aside, and the error says what follows."""
+    try:
+        yield
+    except Damaged as error:
+        for folder in inputs:
+            if error.path.is_relative_to(folder):
+                set_aside(folder)
+                raise BadArtifact(f"{error.what}; it no longer counts as finished, so {AGAIN}") from error
+        raise

@@ -1,6 +1,7 @@
 """Errors a person can act on. Every message names the field, the value and the way out."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class MdiffError(Exception):
@@ -13,6 +14,18 @@ class BadSetting(MdiffError, ValueError):
 
 class BadArtifact(MdiffError, ValueError):
     """A folder is not the artifact it claims to be: manifest missing, checksum wrong, schema unknown."""
+
+
+class Damaged(BadArtifact):
+    """A file of a finished artifact is not as it was written: made or fetched again, it will be."""
+
+    def __init__(self, what: str, path: Path, way_out: str = "run its stage again") -> None:
+        """`path` is the file, or where it should be."""
+        super().__init__(f"{what}; {way_out}")
+        self.what, self.path, self.way_out = what, path, way_out
+
+    def __reduce__(self) -> tuple[type, tuple[str, Path, str]]:
+        return type(self), (self.what, self.path, self.way_out)
 
 
 class DriftExceeded(MdiffError, RuntimeError):

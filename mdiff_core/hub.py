@@ -53,6 +53,22 @@ def config(model: str, name: str) -> dict[str, Any]:
     return cast(dict[str, Any], json.loads(Path(path).read_text()))
 
 
+def shapes(model: str, part: str) -> dict[str, tuple[int, ...]] | None:
+    """Shape of each of a part's weights by name, from the heads of its files; None unless the model is a folder with safetensors."""
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, tuple[int, ...]] = {}
+    for path in sorted((Path(model) / part).glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                found |= {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
+        except SafetensorError as error:
+            raise BadSetting(
+                f"model.path '{model}': {path} is no whole safetensors file ({error}); fetch the model again"
+            ) from error
+    return found or None
+
+
 def load(kind: Any, model: str, part: str, **dtype: torch.dtype) -> Any:
     """A frozen part of the model, from safetensors alone: nothing is unpickled, and none of the model's own code runs."""
     where, revision = source(model)

@@ -20,7 +20,7 @@ Anchor = Literal["reference", "start", "ema"]
 class StepKL(Options):
     """The KL term of losses over sampler steps: mean((mu - mu_anchor)^2) / (2 std^2)."""
 
-    beta: float = Field(default=0.0, ge=0)
+    beta: float = Field(default=0.0, ge=0, le=1e4)
     """Weight of the KL term; 0 leaves it out and saves its forward pass."""
     kl_against: Anchor = "reference"
     """Where the KL term pulls to: the base (LoRA off), a frozen copy of what the run started from, or the average."""
@@ -47,7 +47,7 @@ class OnSamples(Options):
 class VelocityKL(Options):
     """The KL term of losses on drawn samples: mean((v - v_anchor)^2)."""
 
-    kl: float = Field(default=0.0, ge=0)
+    kl: float = Field(default=0.0, ge=0, le=1e4)
     """Weight of the KL term; 0 leaves it out and saves its forward pass."""
     kl_against: Anchor = "reference"
     """Where the KL term pulls to: the base (LoRA off), a frozen copy of what the run started from, or the average."""

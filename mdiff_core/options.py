@@ -1,8 +1,11 @@
 """The base of every setting: frozen, strict, and deaf to unknown keys."""
 
-from typing import Self
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import BaseModel, ConfigDict, JsonValue, field_validator
+
+LARGEST = 2**31
+"""No number of any setting is beyond it: what is was mistyped, and would end as NaN or out of memory, hours later."""
 
 
 class Options(BaseModel):
@@ -11,6 +14,14 @@ class Options(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @field_validator("*")
+    @classmethod
+    def _within_reason(cls, value: Any) -> Any:
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(number, int | float) and abs(number) > LARGEST for number in numbers):
+            raise ValueError(f"is out of range; it should be within +-{LARGEST}")
+        return value
 
     @classmethod
     def from_json(cls, text: str) -> Self:

@@ -157,7 +157,8 @@ def sentence(error: ValidationError, model: type[Options], prefix: str = "") -> 
     if kind == "literal_error":
         return f"{path}: {shown} is not one of {first['ctx']['expected']}; choose one of them"
     if kind == "value_error":
-        return f"{path}: {shown}: {first['ctx']['error']}"
+        said = str(first["ctx"]["error"])
+        return f"{path}: {shown}{'' if said.startswith('is ') else ':'} {said}"
     if kind in NOUNS:
         return f"{path}: {shown} is not {NOUNS[kind]}; give {NOUNS[kind]}"
     rule = " ".join(first["msg"].split()[1:])

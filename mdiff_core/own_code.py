@@ -32,6 +32,10 @@ def function(name: str) -> Callable[..., Any]:
         raise BadSetting(
             f"function: '{name}' cannot be imported ({error}); repair the module, or put it into the image"
         ) from error
+    except Exception as error:
+        raise BadSetting(
+            f"function: module '{module}' raised {type(error).__name__} when it was imported ({error}); repair it"
+        ) from error
     if not callable(found):
         raise BadSetting(f"function: module '{module}' has no function '{attribute}'; name one that it has")
     checked: Callable[..., Any] = found

@@ -1,12 +1,15 @@
 """A run's folder, `<store>/runs/<name>`: whose it is, and how to write to it wherever the store is."""
 
+import fcntl
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import fsspec
 
+from mdiff_core import workspaces
 from mdiff_core.artifacts import is_local
 from mdiff_core.config import digest
 from mdiff_core.errors import BadSetting
@@ -59,7 +62,27 @@ def check_owner(store: str, config: RunConfig, inputs: Mapping[str, str]) -> Non
 
 
 def begin(store: str, config: RunConfig, command: str, files: Mapping[str, str]) -> None:
-    """Write `run.json` and start the metrics anew: what an earlier attempt finished is found again and told again."""
+    """Write `run.json` and start the metrics anew: what an earlier attempt finished is found again and told again.
+
+    A process that runs the same at this moment keeps what it has told; the two then tell the rest together.
+    """
     with opened(store, config.name) as folder:
+        alone = claim(folder)
         metrics.write_run(folder, name=config.name, config=config.model_dump(mode="json"), command=command, files=files)
-        (folder / metrics.FILE).write_text("")
+        if alone or not (folder / metrics.FILE).exists():
+            (folder / metrics.FILE).write_text("")
+
+
+_CLAIMED: dict[Path, int] = {}
+"""Handles of the run folders that this process writes to, each with a shared lock that ends with the process."""
+
+
+def claim(folder: Path) -> bool:
+    """Whether no other living process on this machine has begun the run in `folder`; this one has from now on."""
+    if folder in _CLAIMED:
+        os.close(_CLAIMED.pop(folder))
+    handle = _CLAIMED[folder] = os.open(folder, os.O_RDONLY)
+    alone = workspaces.take(handle)
+    with suppress(OSError):  # no locks here
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return alone

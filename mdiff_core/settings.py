@@ -4,10 +4,12 @@ from typing import Literal
 
 from pydantic import Field, JsonValue
 
+from mdiff_core.machines import Hardware as Hardware
+from mdiff_core.machines import Machine as Machine
+from mdiff_core.machines import Topology as Topology
 from mdiff_core.options import Choice, Options
 
-Topology = Literal["1x1", "1x2", "1x4", "1x8", "2x8", "4x8"]
-"""nodes x processes on each; `tasks/update.py` has one task for each of them."""
+MOST_PIXELS, MOST_STEPS = 16_384, 1000
 
 
 class Model(Options):
@@ -38,10 +40,14 @@ class Prompts(Options):
 class Sampling(Options):
     """How a sample is drawn during rollout."""
 
-    width: int = Field(ge=8)
-    height: int = Field(ge=8)
-    frames: int = Field(default=1, ge=1)
-    steps: int = Field(ge=1)
+    width: int = Field(ge=8, le=MOST_PIXELS)
+    """Pixels; a multiple of what the model's VAE and patches need."""
+    height: int = Field(ge=8, le=MOST_PIXELS)
+    """Pixels, likewise."""
+    frames: int = Field(default=1, ge=1, le=10_000)
+    """Of a video; 1 is an image."""
+    steps: int = Field(ge=1, le=MOST_STEPS)
+    """Sampler steps a sample, each one forward pass (two with guidance)."""
     guidance: float = Field(default=1.0, ge=1.0, le=1000.0)
     """Classifier-free guidance; 1 means none and costs one forward pass a step instead of two."""
     negative: str = ""
@@ -55,14 +61,15 @@ class Sampling(Options):
 class Rollout(Options):
     """How the samples of a round are spread over engines."""
 
-    group_size: int = Field(ge=1)
+    group_size: int = Field(ge=1, le=100_000)
     """Samples per prompt."""
     weights: Literal["live", "ema", "old"] = "live"
     """Which of the policy's weights draw: those being trained, or an average of them (train.ema, train.old)."""
     engine: Choice = Choice(name="diffusers")
-    engines: int = Field(default=1, ge=0)
+    """What draws the samples."""
+    engines: int = Field(default=1, ge=0, le=1024)
     """Engines, each its own Ray actor, which is replaced when it dies or hangs. 0 draws in the stage's own process, without Ray."""
-    gpus_per_engine: float = Field(default=0.0, ge=0.0)
+    gpus_per_engine: float = Field(default=0.0, ge=0.0, le=64.0)
     """GPUs Ray reserves for each engine; 0 runs on the CPU. With `engines` 0, anything above 0 takes the GPU that is there."""
     batch: int = Field(default=16, ge=1)
     """Samples an engine draws at once. Fixed by the recipe, never by load, so results do not depend on timing."""
@@ -78,14 +85,18 @@ class RewardTerm(Options):
     """One reward and its weight."""
 
     name: str
+    """Of the reward."""
     options: dict[str, JsonValue] = Field(default={})
+    """Of that reward; see its class."""
     weight: float = 1.0
+    """Factor of the reward in the total; a negative one turns it round."""
 
 
 class Score(Options):
     """From frames to one number per sample, and which samples train."""
 
     rewards: tuple[RewardTerm, ...] = Field(min_length=1)
+    """What judges a sample; `combine` says how several make one number."""
     combine: Literal["sum", "zscore", "gdpo"] = "sum"
     """sum: weighted raw values; zscore: each normalised over the batch first; gdpo: group advantages per reward, then summed."""
     on_missing: Literal["raise", "mask"] = "raise"
@@ -98,23 +109,26 @@ class Score(Options):
     """Pause before the second attempt; doubled for each further one, and longer when a server asks for it."""
     breaker: int = Field(default=3, ge=0)
     """Batches in a row without any score from a reward after which the stage stops, whatever `on_missing` says; 0 never."""
-    workers: int = Field(default=0, ge=0)
+    workers: int = Field(default=0, ge=0, le=1024)
     """Processes that score side by side, on Ray; one that hangs or dies is replaced. 0 scores in the stage's own process, where a reward
     that hangs cannot be stopped."""
-    gpus_per_worker: float = Field(default=0.0, ge=0)
+    gpus_per_worker: float = Field(default=0.0, ge=0, le=64)
     """GPUs Ray reserves for each worker; workers with 0 see none. Rewards in the stage's own process take the GPU that is there."""
     timeout_s: float = Field(default=600.0, gt=0)
     """Longest a worker may take over a batch, attempts included, before it counts as hung."""
     stream: bool = False
     """Score during the rollout, on its Ray cluster, as samples come; needs workers."""
     filters: tuple[Choice, ...] = ()
+    """What leaves samples or groups out of training, in this order."""
 
 
 class Advantage(Options):
     """From rewards to advantages, in float64."""
 
     mean: Literal["group", "batch"] = "group"
+    """Whose mean is taken off a reward: that of the samples of its prompt, or of the round."""
     std: Literal["group", "batch", "none"] = "group"
+    """Whose standard deviation it is divided by; none leaves it as it is."""
     clamp: float = Field(default=5.0, gt=0)
     """Advantages are cut to +-clamp."""
 
@@ -123,8 +137,11 @@ class Lora(Options):
     """Low-rank adapter."""
 
     rank: int = Field(default=32, ge=1, le=1024)
-    alpha: float = Field(default=64.0, gt=0)
+    """Width of the adapter's bottleneck."""
+    alpha: float = Field(default=64.0, gt=0, le=1e5)
+    """The adapter counts alpha / rank."""
     init: Literal["gaussian", "default"] = "gaussian"
+    """First values of A (B starts at 0): normal with deviation 1/rank, or uniform as PEFT's default."""
     targets: tuple[str, ...] = ()
     """Module-name suffixes; empty takes the family's."""
 
@@ -133,6 +150,7 @@ class Ema(Options):
     """Exponential moving average of the trained weights."""
 
     decay: float = Field(default=0.9, gt=0, lt=1)
+    """Share of the average that stays at an update."""
     warmup: bool = True
     """Follow faster at first: min(decay, (1+t)/(10+t)) at optimizer step t; false decays by the same from the start."""
     every: int = Field(default=1, ge=1)
@@ -145,7 +163,7 @@ class Old(Options):
 
     flat: int = Field(default=0, ge=0)
     """Optimizer steps for which it is a copy of the live weights."""
-    slope: float = Field(default=0.001, ge=0)
+    slope: float = Field(default=0.001, ge=0, le=1)
     """By how much the decay grows a step."""
     most: float = Field(default=0.5, ge=0, lt=1)
     """Where the decay stops growing."""
@@ -155,16 +173,24 @@ class Train(Options):
     """The optimizer's side."""
 
     method: Literal["lora", "full"] = "lora"
+    """A low-rank adapter, or every weight of the transformer."""
     lora: Lora = Lora()
-    lr: float = Field(gt=0)
+    lr: float = Field(gt=0, le=10)
+    """AdamW's learning rate, after warm-up and before any decay."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on after warm-up; linear and cosine fall to 0 at `total_steps`."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps over which the learning rate rises from 0."""
     total_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which linear and cosine decay; unused by constant."""
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=1e-4, ge=0)
+    """AdamW's, of the averages of the gradient and of its square."""
+    eps: float = Field(default=1e-8, gt=0, le=1)
+    """AdamW's, beside the square root."""
+    weight_decay: float = Field(default=1e-4, ge=0, le=100)
+    """AdamW's, times the learning rate."""
     clip_norm: float = Field(default=1.0, gt=0)
+    """Norm of all gradients together to which a larger one is cut."""
     updates_per_round: int = Field(default=1, ge=1)
     """Optimizer steps a round's rows are split into, by whole groups."""
     epochs: int = Field(default=1, ge=1)
@@ -202,13 +228,17 @@ class Evaluate(Options):
     every: int = Field(default=0, ge=0)
     """Rounds between evaluations; 0 measures only before the first and after the last round."""
     prompts: int = Field(default=16, ge=1)
+    """Prompts taken from the beginning of prompts.held_out."""
     samples: int = Field(default=1, ge=1)
     """Samples per prompt."""
-    steps: int = Field(ge=1)
+    steps: int = Field(ge=1, le=MOST_STEPS)
+    """Sampler steps a sample."""
     guidance: float = Field(default=1.0, ge=1.0, le=1000.0)
-    width: int = Field(default=0, ge=0)
+    """As sampling.guidance, of the measurement."""
+    width: int = Field(default=0, ge=0, le=MOST_PIXELS)
     """Pixels; 0 takes the rollout's (sampling)."""
-    height: int = Field(default=0, ge=0)
+    height: int = Field(default=0, ge=0, le=MOST_PIXELS)
+    """Likewise."""
     weights: Literal["live", "ema", "old"] = "live"
     """Which of the policy's weights are measured."""
     sets: tuple[PromptSet, ...] = ()
@@ -217,31 +247,6 @@ class Evaluate(Options):
     """Rewards that are never trained on: when the trained one rises and one of these falls, the alarm is raised. Weights have no use."""
     diversity_floor: float = Field(default=0.5, ge=0, le=1)
     """Share of the start's diversity within groups below which a rise of the reward raises the alarm."""
-
-
-class Machine(Options):
-    """What one stage asks of the cluster; ignored by local execution."""
-
-    cpu: str = "2"
-    memory: str = "4Gi"
-    gpu: int = Field(default=0, ge=0)
-    accelerator: str = ""
-    """Flyte accelerator name such as H100 or H200; empty takes any."""
-
-
-class Hardware(Options):
-    """Machines per stage."""
-
-    rollout: Machine = Machine()
-    """Each Ray worker."""
-    score: Machine = Machine()
-    pair: Machine = Machine()
-    update: Machine = Machine()
-    """Each node."""
-    topology: Topology = "1x1"
-    """nodes x processes of the update stage."""
-    rollout_workers: Literal[1, 2, 4, 8] = 1
-    """Ray workers of the rollout stage."""
 
 
 class Data(Options):
@@ -259,6 +264,7 @@ class RunConfig(Options):
     recipe: str
     """Name it was loaded as."""
     algorithm: Literal["rl", "sft"] = "rl"
+    """Reinforcement learning on samples, or supervised fine-tuning on `data`."""
     model: Model
     prompts: Prompts
     data: Data | None = None
@@ -268,11 +274,14 @@ class RunConfig(Options):
     score: Score
     advantage: Advantage = Advantage()
     loss: Choice
+    """What is minimised."""
     train: Train
     evaluate: Evaluate
     hardware: Hardware = Hardware()
     rounds: int = Field(ge=1)
+    """Rounds in all, those of an earlier start of the same run included."""
     seed: int = Field(default=0, ge=0, lt=2**31)
+    """What every random number of the run derives from."""
     target_reward: float | None = None
     """Stop early once a round's reward mean reaches it."""
     store: str = ""

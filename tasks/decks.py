@@ -19,13 +19,14 @@ def grid(trajectories: Path, scores: Path) -> report.Grid:
         frames=np.stack([sample.frames[len(sample.frames) // 2] for sample in shown]),
         captions=[sample.prompt.text for sample in shown],
         rewards=[totals[sample.sample] for sample in shown],
+        total=len(totals),
     )
 
 
 def samples(trajectories: Path, scores: Path) -> str:
     """Pictures with captions and scores."""
     found = grid(trajectories, scores)
-    return report.sample_grid(found.frames, found.captions, found.rewards)
+    return report.sample_grid(found.frames, found.captions, found.rewards, found.total)
 
 
 def rewards(scores: Path) -> str:

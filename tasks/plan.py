@@ -11,15 +11,17 @@ from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from mdiff_core.artifacts import settled
+from mdiff_core import runs
 from mdiff_core.config import RECIPES
 from mdiff_core.errors import BadSetting
 from mdiff_core.observe import report
 from mdiff_core.settings import RunConfig
 from mdiff_core.stages import plan as stage
 from mdiff_core.stages.encode import read_captions
+from mdiff_core.stores import said, settled
 from tasks import hardware
-from tasks.handoff import Artifact, default_store, handle_of
+from tasks.handoff import Artifact, default_store, handle_of, uri_of
+from tasks.local import one_sentence, say
 
 Recipe = Enum("Recipe", {name: name for name in RECIPES})  # type: ignore[misc]
 """Every recipe, so that the console offers a list; name and value are equal."""
@@ -42,16 +44,20 @@ def plan(
     seed: int,
 ) -> tuple[str, Artifact, Artifact, Artifact]:
     """Settings as JSON, and the prompts, policy and train state that the first round reads."""
-    given = [f"seed={seed}"]
-    given += [] if rounds is None else [f"rounds={rounds}"]
-    given += [] if prompts is None else [f"prompts.train={here('prompts', prompts)}"]
-    config = stage.settings(recipe.value, [*given, *overrides])
-    check(config, algorithm)
-    store = settled(config.store or default_store())
-    start = None if start_policy is None else here("start_policy", start_policy)
-    made = stage.plan(config.model_copy(update={"store": store}), stage.opened(config, start))
     typed: dict[str, Any] = {"recipe": recipe.value, "rounds": rounds, "prompts": prompts, "start_policy": start_policy}
-    stage.run(made, command(config.algorithm, typed | {"overrides": json.dumps(overrides), "seed": seed}))
+    typed |= {"overrides": json.dumps(overrides), "seed": seed}
+    given = [f"seed={seed}"] + ([] if rounds is None else [f"rounds={rounds}"])
+    with one_sentence():
+        given += [] if prompts is None else [f"prompts.train={here('prompts', prompts)}"]
+        config = stage.settings(recipe.value, [*given, *overrides])
+        check(config, algorithm)
+        store = settled(config.store or default_store())
+        start = None if start_policy is None else here("start_policy", start_policy)
+        made = stage.plan(config.model_copy(update={"store": store}), stage.opened(config, start))
+        stage.run(made, command(config.algorithm, typed))
+    say(
+        f"run {made.config.name}: {config.rounds} rounds of {config.recipe}, in {runs.address(store, made.config.name)}"
+    )
     Deck("settings", report.table(report.dotted(made.config.model_dump(mode="json"))))
     files = {role: handle_of(uri) for role, uri in made.files.items()}
     return made.config.to_json(), files["prompts"], files["policy"], files["state"]
@@ -69,15 +75,19 @@ def check(config: RunConfig, algorithm: str) -> None:
 
 
 def here(field: str, given: FlyteFile | FlyteDirectory | str) -> Path:
-    """The file or folder on this machine."""
-    if not isinstance(given, str):
-        return Path(given.download())
-    if "://" in given:
+    """The file or folder on this machine; BadSetting when it cannot be had."""
+    if isinstance(given, str) and "://" not in given:
+        if not Path(given).exists():
+            raise BadSetting(f"{field}: '{given}' does not exist; give a path or URI of one that does")
+        return Path(given)
+    try:
         kind = FlyteFile if field == "prompts" else FlyteDirectory
-        return Path(kind.from_source(given).download())
-    if not Path(given).exists():
-        raise BadSetting(f"{field}: '{given}' does not exist; give a path or URI of one that does")
-    return Path(given)
+        return Path((kind.from_source(given) if isinstance(given, str) else given).download())
+    except Exception as error:
+        where = given if isinstance(given, str) else uri_of(given)
+        raise BadSetting(
+            f"{field}: '{where}' cannot be fetched ({said(error)}); give a path or URI of one that can, and its store's credentials"
+        ) from error
 
 
 def command(algorithm: str, inputs: Mapping[str, Any]) -> str:

@@ -22,7 +22,8 @@ def produce_on_ranks(made: Production, inputs: Mapping[str, FlyteDirectory], run
             _ = {role: fetch(handle) for role, handle in inputs.items()}
         dist.barrier()
         here = {role: fetch(handle) for role, handle in inputs.items()}
-        _run_on_ranks(made, here, run, rank)
+        with artifacts.damage_told(here.values()):  # also of ranks but the first, which `produce` does not see
+            _run_on_ranks(made, here, run, rank)
     return [handle_of(uri) for uri in made.uris.values()]
 
 

@@ -1,7 +1,6 @@
 """Records of a run from the manifests of its artifacts, and a line for each to whoever watches."""
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from mdiff_core.artifacts import Manifest
 from mdiff_core.observe import alarm, metrics
 from mdiff_core.settings import RunConfig
+from tasks.local import say
 
 STAGES = {"trajectories": "rollout", "scores": "score", "pairs": "pair", "policy": "update", "evaluation": "evaluate"}
 """Role of an artifact -> stage that makes it."""
@@ -18,6 +18,7 @@ LINEAGE = ("policy", "parent", "checksum")
 def tell(settings: RunConfig, folder: Path, manifests: Sequence[Manifest]) -> list[metrics.Record]:
     """Append the records and print a line for each, but for what the run has already told."""
     made = {stage_of(manifest): manifest for manifest in manifests}
+    begun = metrics.read_run(folder).get("begun", 0.0)
     earlier = metrics.read(folder)
     known = {(found["kind"], found["round"]) for found in earlier}
     rounds = max((number for kind, number in known if kind == "round"), default=0)
@@ -25,7 +26,7 @@ def tell(settings: RunConfig, folder: Path, manifests: Sequence[Manifest]) -> li
     evaluation = made.pop("evaluate", None)
     if made:
         rounds = made["update"].job["round"] + 1
-        told.append(round_of(rounds, made))
+        told.append(round_of(rounds, made, begun))
     if evaluation:
         told.append(alarmed(settings, earlier, evaluation_of(rounds, evaluation)))
     with metrics.Metrics(folder) as sinks:
@@ -41,13 +42,14 @@ def stage_of(manifest: Manifest) -> str:
     return "encode" if manifest.stage == "pairs" and "data" in manifest.job else STAGES[manifest.stage]
 
 
-def round_of(number: int, made: Mapping[str, Manifest]) -> metrics.Record:
-    """Record of a round from the manifests of its stages."""
+def round_of(number: int, made: Mapping[str, Manifest], begun: float = 0.0) -> metrics.Record:
+    """Record of a round from the manifests of its stages; those from before the run `begun` (seconds since 1970) were reused."""
     update = made["update"].metrics
     return metrics.round_record(
         round=number,
         stages={stage: own(stage, manifest) for stage, manifest in made.items()},
         seconds={stage: manifest.seconds for stage, manifest in made.items()},
+        reused=[stage for stage, manifest in made.items() if manifest.finished < begun],
         **{name: update[name] for name in LINEAGE},
     )
 
@@ -76,9 +78,3 @@ def own(stage: str, manifest: Manifest) -> dict[str, Any]:
         re.sub(r"(^|/)reward/", r"\1reward_", name.removeprefix(f"{stage}/"), count=1): value
         for name, value in found.items()
     }
-
-
-def say(line: str) -> None:
-    """To whoever watches the run."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()

@@ -6,7 +6,7 @@ from flytekit.types.directory import FlyteDirectory
 from mdiff_core.settings import RunConfig
 from tasks.compare import compare, plan_comparison
 from tasks.handoff import Artifact
-from tasks.local import local_ray
+from tasks.local import local_ray, one_sentence
 from tasks.plan import Recipe
 from workflows.post_train import ORDERS, measure
 
@@ -15,7 +15,7 @@ from workflows.post_train import ORDERS, measure
 def both(config: str, prompts: FlyteDirectory, base: FlyteDirectory, tuned: FlyteDirectory) -> Artifact:
     """Measure the two policies with the same noise, and compare."""
     run = RunConfig.from_json(config)
-    with local_ray():
+    with one_sentence(), local_ray():
         return compare(config=config, base=measure(run, prompts, base), tuned=measure(run, prompts, tuned))
 
 

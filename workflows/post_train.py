@@ -9,7 +9,7 @@ from mdiff_core.settings import RunConfig
 from tasks import hardware
 from tasks.evaluate import evaluate
 from tasks.handoff import Artifact
-from tasks.local import local_ray
+from tasks.local import local_ray, one_sentence
 from tasks.pair import encode, encode_job, pair
 from tasks.plan import Directory, File, Recipe, plan
 from tasks.publish import publish
@@ -76,7 +76,7 @@ def some_rounds(
 def run_rounds(config: str, prompts: FlyteDirectory, policy: FlyteDirectory, state: FlyteDirectory) -> Artifact:
     """Measure, train for the run's rounds or until the target is reached, measure again, publish."""
     run = RunConfig.from_json(config)
-    with local_ray():
+    with one_sentence(), local_ray():
         before = measure(run, prompts, policy)
         done, inputs = record(config=config, made=[before]), [prompts]
         if run.data:

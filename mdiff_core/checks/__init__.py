@@ -16,6 +16,7 @@ def check(config: RunConfig) -> None:
     learning.check_rounds(config)
     judging.check_score(config)
     learning.check_train(config)
+    learning.check_targets(config)
     drawing.check_hardware(config)
     judging.check_evaluation(config)
     judging.check_prompts(config)

@@ -1,6 +1,6 @@
 """What is trained on, by which loss, against which weights, with which settings."""
 
-from mdiff_core import registry
+from mdiff_core import hub, registry
 from mdiff_core.contracts import Loss
 from mdiff_core.errors import BadSetting
 from mdiff_core.settings import RunConfig
@@ -93,6 +93,29 @@ def check_rounds(config: RunConfig) -> None:
         raise BadSetting(
             f"train.updates_per_round: {updates} optimizer steps cannot share {groups} groups (prompts.per_round); use {groups} at most"
         )
+
+
+def check_targets(config: RunConfig) -> dict[str, tuple[int, ...]] | None:
+    """The layers that a LoRA adapts: shape of the weight by name; None for full fine-tuning, or when no weights are here to look at."""
+    weights = hub.shapes(config.model.path, "transformer") if config.train.method == "lora" else None
+    if weights is None:
+        return None
+    linear = {
+        name.removesuffix(".weight"): shape
+        for name, shape in weights.items()
+        if name.endswith(".weight") and len(shape) == 2
+    }
+    suffixes = config.train.lora.targets or registry.find("family", config.model.family.name).lora_targets
+    found: dict[str, tuple[int, ...]] = {}
+    for suffix in suffixes:
+        matched = {name: shape for name, shape in linear.items() if name == suffix or name.endswith(f".{suffix}")}
+        if not matched:
+            endings = {".".join(name.split(".")[-parts:]) for name in linear for parts in (1, 2)}
+            raise BadSetting(
+                f"train.lora.targets: '{suffix}' matches no linear layer of '{config.model.path}'; {registry.nearest(suffix, endings)}"
+            )
+        found |= matched
+    return found
 
 
 def check_train(config: RunConfig) -> None:

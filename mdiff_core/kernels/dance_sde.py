@@ -12,7 +12,7 @@ from mdiff_core.types import Moments
 class DanceSDEOptions(Options):
     """Noise level."""
 
-    eta: float = Field(default=0.3, gt=0)
+    eta: float = Field(default=0.3, gt=0, le=10)
     """The diffusion coefficient. Must be above 0: without noise there is no density; that is kernel `ode`."""
 
 

@@ -12,7 +12,7 @@ from mdiff_core.types import Moments
 class FlowSDEOptions(Options):
     """Noise level."""
 
-    eta: float = Field(default=0.7, gt=0)
+    eta: float = Field(default=0.7, gt=0, le=10)
     """Scale of the noise, a in the paper. Must be above 0: without noise there is no density; that is kernel `ode`."""
 
 

@@ -13,7 +13,7 @@ from mdiff_core.types import Cells, Needs, Transitions
 class DPPOOptions(StepKL):
     """How far a step may move the policy."""
 
-    limit: float = Field(default=1e-5, gt=0)
+    limit: float = Field(default=1e-5, gt=0, le=1000)
     """Divergence from the old policy, a mean over the latent's dimensions, from which on a step no longer moves away from it."""
 
 

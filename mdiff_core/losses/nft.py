@@ -29,9 +29,9 @@ LEAST_ERROR = 1e-5
 class NFTOptions(VelocityKL, OnSamples):
     """How much a sample's advantage says, and how far the policies are taken apart."""
 
-    beta: float = Field(default=1.0, gt=0)
+    beta: float = Field(default=1.0, gt=0, le=1000)
     """How far the positive and negative policies are from the old one, in steps to the live one."""
-    c: float = Field(default=5.0, gt=0)
+    c: float = Field(default=5.0, gt=0, le=1000)
     """Advantage that counts as wholly good, and minus it as wholly bad."""
     advantages: Mode = "all"
     """As they are; only the good or the bad ones; 1 for good and 0 for others; or their sign."""

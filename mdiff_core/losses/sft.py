@@ -20,11 +20,11 @@ class SFTOptions(Options):
 
     sampling: Literal["logit_normal", "uniform"] = "logit_normal"
     """Distribution of sigma: sigmoid of a normal (middle sigmas most), or even."""
-    logit_mean: float = 0.0
+    logit_mean: float = Field(default=0.0, ge=-20, le=20)
     """Of the normal; unused by uniform."""
-    logit_std: float = Field(default=1.0, gt=0)
+    logit_std: float = Field(default=1.0, gt=0, le=20)
     """Of the normal; unused by uniform."""
-    shift: float = Field(default=1.0, gt=0)
+    shift: float = Field(default=1.0, gt=0, le=1000)
     """Moves the sigmas towards noise as the sampler's shift does; 1 leaves them."""
     weighting: Literal["none", "cosmap"] = "none"
     """cosmap: 2 / (pi (1 - 2s + 2s^2)), up to twice as much at middle sigmas (arXiv 2403.03206, section 3.1)."""

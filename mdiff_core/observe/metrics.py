@@ -21,16 +21,20 @@ time as `seconds/<stage>`:
 | `evaluate/sets/<name>/...` | evaluation | the same numbers of another prompt set |
 | `alarm`, `evaluate/alarm` | evaluation | why the reward looks gamed, empty if it does not; the same as 1 or 0 |
 | `seconds/rollout` ... | both | per stage |
+| `reused` | round | stages whose results were there from an earlier start, or from another run; their seconds are those of then |
 
 `round_record` and `evaluation_record` make these from what the stages return, so nobody writes the keys by hand. A run
 that was killed and continued may append a round twice: `read` keeps the last. Numbers that are not finite are `null` in
 the file and NaN when read. `<run folder>/run.json` holds what does not change during a run; see `write_run`.
 """
 
+import fcntl
 import json
 import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -64,9 +68,10 @@ def round_record(
     checksum: str,
     stages: Mapping[str, Mapping[str, Any]],
     seconds: Mapping[str, float],
+    reused: Sequence[str] = (),
 ) -> Record:
     """Record of finished round `round` (from 1): `stages` is stage to the metrics it returned, `seconds` stage to time."""
-    return _record("round", round, policy, parent, checksum, stages, seconds)
+    return _record("round", round, policy, parent, checksum, stages, seconds) | {"reused": list(reused)}
 
 
 def evaluation_record(
@@ -107,7 +112,10 @@ def one_line(record: Record) -> str:
         reward = f"reward {_short(record, EVALUATED)}  policy {record['policy']}"
         return f"evaluation after round {record['round']}: {reward}{alarm}"
     timed = [(stage, f"seconds/{stage}") for stage in STAGES if f"seconds/{stage}" in record]
-    times = " ".join(f"{stage} {_short(record, key, '.1f')}s" for stage, key in timed)
+    reused = record.get("reused", ())
+    times = " ".join(
+        f"{stage} reused" if stage in reused else f"{stage} {_short(record, key, '.1f')}s" for stage, key in timed
+    )
     reward = ""
     if REWARD in record:
         kept = f"kept {_short(record, KEPT_GROUPS, '.0f')}/{_short(record, GROUPS, '.0f')} groups"
@@ -174,6 +182,8 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "ab")  # noqa: SIM115  (closed by close)
+        with suppress(OSError):  # another run of the same name may be writing; where there are no locks, hope
+            fcntl.flock(self._file, fcntl.LOCK_EX)
         self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
 
     def write(self, record: Record) -> None:
@@ -264,10 +274,12 @@ RUN_FIELDS = {"name": str, "config": dict, "command": str, "files": dict}
 
 
 def write_run(folder: Path, *, name: str, config: Mapping[str, Any], command: str, files: Mapping[str, str]) -> None:
-    """Write `run.json`: the RunConfig as a JSON object, the command that repeats the run, label -> address of its files."""
+    """Write `run.json`: the RunConfig as a JSON object, the command that repeats the run, label -> address of its files, and when
+    it was begun (seconds since 1970)."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"name": name, "config": config, "command": command, "files": files}, indent=1)
-    temporary = folder / f"{RUN_FILE}.tmp"
+    told = {"name": name, "config": config, "command": command, "files": files, "begun": time.time()}
+    text = json.dumps(told, indent=1)
+    temporary = folder / f"{RUN_FILE}.{os.getpid()}.tmp"
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(folder / RUN_FILE)
 

@@ -32,16 +32,18 @@ class Grid:
     """[N, H, W, 3] uint8; of a video, its middle frame."""
     captions: Sequence[str]
     rewards: Sequence[float]
+    total: int = 0
+    """Samples that there are, when fewer are given."""
 
 
-def sample_grid(frames: np.ndarray, captions: Sequence[str], scores: Sequence[float]) -> str:
-    """Deck fragment: captioned images [N, H, W, 3] uint8 with their scores."""
+def sample_grid(frames: np.ndarray, captions: Sequence[str], scores: Sequence[float], total: int = 0) -> str:
+    """Deck fragment: captioned images [N, H, W, 3] uint8 with their scores; `total` as in Grid."""
     shown = zip(frames[:SHOWN], captions, scores, strict=False)
     cards = "".join(
         f'<div class="card"><div>{page.picture(frame, caption)}</div><b>{page.cell(float(score))}</b> {escape(caption)}</div>'
         for frame, caption, score in shown
     )
-    return page.fragment(f'{_left_out(len(frames))}<div class="cards one">{cards}</div>')
+    return page.fragment(f'{_left_out(max(total, len(frames)))}<div class="cards one">{cards}</div>')
 
 
 def histogram(values: Sequence[float], *, title: str = "") -> str:
@@ -115,7 +117,7 @@ def _pairs(before: Grid, after: Grid) -> str:
             f'<b class="{way}">{was:.2f} → {now:.2f}</b></div>'
         )
     note = '<p class="quiet">Left before training, right after; same prompt, same seed, same sampler.</p>'
-    return f'<h2>Before and after</h2>{note}{_left_out(len(before.captions))}<div class="cards two">{cards}</div>'
+    return f'<h2>Before and after</h2>{note}{_left_out(max(before.total, len(before.captions)))}<div class="cards two">{cards}</div>'
 
 
 def _series(records: Sequence[Record], key: str) -> list[tuple[float, float]]:
@@ -131,12 +133,18 @@ def _curves(rounds: Sequence[Record], evaluations: Sequence[Record]) -> str:
         if key.startswith(metrics.GOLD) and key.endswith("/mean"):
             reward[f"gold {key.split('/')[2]}"] = _series(evaluations, key)
     drawn = [
-        charts.lines(reward, title="Reward by round"),
-        charts.lines({"drift": drift}, title="Largest log-prob drift, engine to trainer", log=log),
-        charts.lines({"loss": _series(rounds, metrics.LOSS)}, title="Loss"),
-        charts.lines({"norm": _series(rounds, metrics.GRAD_NORM)}, title="Gradient norm before clipping"),
+        ("Reward by round", {name: points for name, points in reward.items() if points}, False),
+        ("Largest log-prob drift, engine to trainer", {"drift": drift} if drift else {}, log),
+        *(
+            (title, {name: points} if (points := _series(rounds, key)) else {}, False)
+            for title, name, key in (
+                ("Loss", "loss", metrics.LOSS),
+                ("Gradient norm before clipping", "norm", metrics.GRAD_NORM),
+            )
+        ),
     ]
-    return f'<h2>Curves</h2><div class="charts">{"".join(drawn)}</div>'
+    shown = "".join(charts.lines(series, title=title, log=log) for title, series, log in drawn if series)
+    return f'<h2>Curves</h2><div class="charts">{shown}</div>' if shown else ""
 
 
 def _times(records: Sequence[Record]) -> str:
@@ -177,6 +185,8 @@ def _rounds(rounds: Sequence[Record]) -> str:
         [record["round"], *(record.get(key, float("nan")) for key in keys.values()), round(_seconds([record]), 1)]
         for record in rounds
     ]
+    if not rows:
+        return ""
     return f"<h2>Rounds</h2>{page.columns(['round', *keys, 'seconds'], rows)}"
 
 

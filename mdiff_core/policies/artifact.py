@@ -6,7 +6,6 @@ A LoRA is in PEFT's layout, so that other tools read it too. Tensors have the na
 Nothing in it says when or where it was made, so equal runs leave equal bytes; nothing in it is unpickled.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -19,12 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mdiff_core.artifacts import write_durably
-from mdiff_core.errors import BadArtifact
+from mdiff_core.errors import BadArtifact, Damaged
+from mdiff_core.policies.checksums import checksum, sha256_of
 from mdiff_core.types import PolicyVersion
 
 POLICY = "policy.json"
 FORMAT = 1
-LATEST = "latest.json"
+FETCH = "fetch the policy again"
 PEFT_PREFIX = "base_model.model."
 FILES = {
     "base": (),
@@ -60,7 +60,7 @@ def base_version(folder: Path, *, base: str, base_digest: str) -> PolicyVersion:
         kind="base",
         base=base,
         base_digest=base_digest,
-        checksum=_checksum({}, base_digest),
+        checksum=checksum({}, base_digest),
         targets=(),
     )
     return _seal(policy, {})
@@ -134,7 +134,7 @@ def open_policy(folder: Path, verify: bool = True) -> PolicyVersion:
         raise BadArtifact(f"{folder / POLICY}: lists {sorted(files)}, but a {policy.kind} policy holds {sorted(known)}")
     for name in files:
         if not (folder / name).is_file():
-            raise BadArtifact(f"{folder / name}: missing, though {POLICY} lists it; fetch the policy again")
+            raise Damaged(f"{folder / name}: missing, though {POLICY} lists it", folder / name, FETCH)
     if verify:
         _verify(policy, files)
     return policy
@@ -158,7 +158,7 @@ def tensors(policy: PolicyVersion, weights: Weights = "live") -> dict[str, Tenso
     try:
         found = load_file(path)
     except SafetensorError as error:
-        raise BadArtifact(f"{path}: not a safetensors file ({error}); fetch the policy again") from error
+        raise Damaged(f"{path}: not a safetensors file ({error})", path, FETCH) from error
     if policy.kind == "full":
         return found
     bare = {name.removeprefix(PEFT_PREFIX): value for name, value in found.items()}
@@ -181,7 +181,7 @@ def checksum_of(policy: PolicyVersion, weights: Weights = "live") -> str:
     files: dict[str, str] = _read_json(policy.path / POLICY)["files"]
     below = "" if weights == "live" else f"{weights}/"
     own = {name.removeprefix(below): digest for name, digest in files.items() if name.startswith(below)}
-    return _checksum({name: digest for name, digest in own.items() if "/" not in name}, policy.base_digest)
+    return checksum({name: digest for name, digest in own.items() if "/" not in name}, policy.base_digest)
 
 
 def weight_file(policy: PolicyVersion, weights: Weights = "live") -> Path:
@@ -226,11 +226,11 @@ def _next(
     folder: Path, parent: PolicyVersion, version: str, *, kind: str, targets: tuple[str, ...], averages: Averages
 ) -> PolicyVersion:
     names = [*FILES[kind], *(f"{one}/{name}" for one in averages for name in FILES[kind])]
-    files = {name: _sha256(folder / name) for name in names}
-    checksum = _checksum(files, parent.base_digest)
-    label = f"{version}-{checksum[:8]}"
+    files = {name: sha256_of(folder / name) for name in names}
+    digest = checksum(files, parent.base_digest)
+    label = f"{version}-{digest[:8]}"
     made = replace(
-        parent, path=folder, version=label, parent=parent.version, kind=kind, checksum=checksum, targets=targets
+        parent, path=folder, version=label, parent=parent.version, kind=kind, checksum=digest, targets=targets
     )
     return _seal(made, files)
 
@@ -254,25 +254,17 @@ def _seal(policy: PolicyVersion, files: Mapping[str, str]) -> PolicyVersion:
     return policy
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _checksum(files: Mapping[str, str], base_digest: str) -> str:
-    parts = [f"{name}:{digest}" for name, digest in sorted(files.items())]
-    return hashlib.sha256("\n".join(parts or [base_digest]).encode()).hexdigest()
-
-
 def _verify(policy: PolicyVersion, files: Mapping[str, str]) -> None:
     for name, digest in files.items():
-        if _sha256(policy.path / name) != digest:
-            raise BadArtifact(
-                f"{policy.path / name}: its sha256 is not the one in {POLICY}; the file was changed or cut, fetch it again"
+        if sha256_of(policy.path / name) != digest:
+            raise Damaged(
+                f"{policy.path / name}: its sha256 is not the one in {POLICY}, so the file was changed or cut",
+                policy.path / name,
+                FETCH,
             )
-    if policy.checksum != _checksum(files, policy.base_digest):
-        raise BadArtifact(
-            f"{policy.path / POLICY}: checksum does not follow from the files' sha256; write the policy again"
+    if policy.checksum != checksum(files, policy.base_digest):
+        raise Damaged(
+            f"{policy.path / POLICY}: checksum does not follow from the files' sha256", policy.path / POLICY, FETCH
         )
 
 
@@ -282,7 +274,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise BadArtifact(f"{path.parent}: no {path.name}, so no finished policy; name a folder that has one") from None
     except ValueError as error:
-        raise BadArtifact(f"{path}: not JSON ({error}); write the policy again") from error
+        raise Damaged(f"{path}: not JSON ({error})", path, FETCH) from error
     if not isinstance(found, dict):
         raise BadArtifact(f"{path}: not a JSON object; write the policy again")
     return found

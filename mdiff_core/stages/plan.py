@@ -42,11 +42,36 @@ def opened(config: RunConfig, start: Path | None) -> PolicyVersion | None:
             f"start_policy: {policy.version} has {policy.kind} weights, and train.method is '{config.train.method}'; "
             f"set train.method={policy.kind} or start from another policy"
         )
-    if policy.kind == "lora" and (rank := policies.adapter_of(policy).rank) != config.train.lora.rank:
-        raise BadSetting(
-            f"start_policy: {policy.version} is a LoRA of rank {rank}, and train.lora.rank is {config.train.lora.rank}; make the two equal"
-        )
+    if policy.kind == "lora":
+        check_lora(config, policy)
     return policy
+
+
+def check_lora(config: RunConfig, policy: PolicyVersion) -> None:
+    """Size, and where the model's weights are at hand the layers, of the LoRA to start from against the recipe's."""
+    ours, its = config.train.lora, policies.adapter_of(policy)
+    for field, wanted, there in (("rank", ours.rank, its.rank), ("alpha", ours.alpha, its.alpha)):
+        if wanted != there:
+            raise BadSetting(
+                f"start_policy: {policy.version} is a LoRA of {field} {there:g}, and train.lora.{field} is {wanted:g}; make the two equal"
+            )
+    layers = checks.learning.check_targets(config)
+    if layers is None:
+        return
+    odd = sorted(set(layers) ^ set(policy.targets))
+    if odd:
+        raise BadSetting(
+            f"start_policy: {policy.version} adapts {len(policy.targets)} layers, and train.lora.targets {len(layers)} of the model, see "
+            f"{odd[0]}; name the same targets or start from another policy"
+        )
+    found = policies.tensors(policy)
+    for name, shape in layers.items():
+        theirs = (found[f"{name}.lora_B.weight"].shape[0], found[f"{name}.lora_A.weight"].shape[1])
+        if theirs != shape:
+            raise BadSetting(
+                f"start_policy: {policy.version} adapts {name} as a weight {theirs}, and the model's is {shape}; "
+                "use the base it was trained from"
+            )
 
 
 def base_digest(config: RunConfig) -> str:

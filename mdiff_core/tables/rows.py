@@ -105,7 +105,7 @@ class RowTable:
         return {
             name: _Whole([batch.column(name) for batch in self._batches])
             for name in KINDS[self.kind].columns
-            if first.is_text(name) or first.numpy(name).ndim == 1
+            if first.is_small(name)
         }
 
     def _parts(self, rows: np.ndarray) -> Iterator[tuple[Batch, Any]]:
@@ -134,7 +134,7 @@ def _picked(column: Any, rows: np.ndarray) -> Any:
 
 
 def _joined(name: str, parts: list[tuple[Batch, Any]]) -> np.ndarray:
-    found = [batch.numpy(name)[index] for batch, index in parts]
+    found = [batch.numpy(name, index) for batch, index in parts]
     return found[0] if len(found) == 1 else np.concatenate(found)
 
 

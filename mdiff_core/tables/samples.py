@@ -108,7 +108,10 @@ def _columns(rows: Sequence[Trajectory]) -> dict[str, Column]:
 
 
 def read_trajectories(folder: Path) -> Iterator[Trajectory]:
-    """Every trajectory in the order written; tensors and frames lie on memory maps and are read when looked at."""
+    """Every trajectory in the order written; tensors and frames lie on memory maps.
+
+    `latents` and `clean` are read when looked at, and are not compared with what was written: `trajectory_batches` is for those.
+    """
     for batch in batches(folder, TRAJECTORIES.name, TRAJECTORIES):
         yield from _trajectories(batch)
 
@@ -116,7 +119,8 @@ def read_trajectories(folder: Path) -> Iterator[Trajectory]:
 def _trajectories(batch: Batch) -> Iterator[Trajectory]:
     text = {name: batch.text(name) for name in batch.names if batch.is_text(name)}
     number = {name: batch.numpy(name) for name in ("index", "seed", "guidance", "sde_steps", "latent_steps", "frames")}
-    tensor = {name: batch.tensor(name) for name in ("sigmas", "log_probs", "latents", "clean")}
+    tensor = {name: batch.tensor(name) for name in ("sigmas", "log_probs")}
+    tensor |= {name: batch.tensor(name, compare=False) for name in ("latents", "clean")}
     for i in range(len(batch)):
         yield Trajectory(
             sample=text["sample"][i],
@@ -194,7 +198,13 @@ def read_conditions(folder: Path, keys: Sequence[str] | None = None) -> dict[str
 
 
 def copy_conditions(source: Path, target: Path) -> None:
-    """The same conditions in another folder: hard links where the disk allows, copies elsewhere."""
+    """The same conditions in another folder: hard links where the disk allows, copies elsewhere.
+
+    Compared with what was written first: a link to a damaged file could not be made anew.
+    """
+    for batch in batches(source, CONDITIONS.name, CONDITIONS):
+        for name in batch.names:
+            batch.column(name)
     for path in paths_of(source, CONDITIONS.name):
         try:
             os.link(path, target / path.name)

@@ -13,6 +13,7 @@ from typing import Self
 import pyarrow as pa
 
 from mdiff_core.errors import BadSetting
+from mdiff_core.tables import digests
 from mdiff_core.tables.columns import Column, encode
 from mdiff_core.tables.schemas import NAME, VERSION, Schema
 
@@ -69,7 +70,11 @@ class ShardWriter:
         encoded = [encode(name, column) for name, column in columns.items()]
         schema = pa.schema(
             [field for field, _ in encoded],
-            metadata={NAME: self._schema.name.encode(), VERSION: self._schema.version.encode()},
+            metadata={
+                NAME: self._schema.name.encode(),
+                VERSION: self._schema.version.encode(),
+                digests.KEY: digests.METHOD,
+            },
         )
         self._schema.check(schema.names, str(self._folder / self._stem))
         batch = pa.RecordBatch.from_arrays([array for _, array in encoded], schema=schema)
@@ -140,7 +145,7 @@ class ShardWriter:
 
 def _append(writer: pa.RecordBatchFileWriter, batch: pa.RecordBatch, path: Path) -> None:
     with full_disk_explained(path):
-        writer.write_batch(batch)
+        writer.write_batch(batch, custom_metadata=digests.of(batch))
 
 
 def _sync(path: Path) -> None:

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mdiff_core.artifacts import write_durably
-from mdiff_core.errors import BadArtifact
+from mdiff_core.errors import BadArtifact, Damaged
 from mdiff_core.train.shard import whole
 
 STATE = "state.json"
@@ -82,14 +82,14 @@ def read(folder: Path, verify: bool = True) -> TrainState:
             f"{folder}: no {STATE}, so this is not a finished train state; run the update again"
         ) from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise BadArtifact(f"{path} cannot be read ({error}); run the update that wrote it again") from error
+        raise Damaged(f"{path} cannot be read ({error})", path, "run the update that wrote it again") from error
     wrong = [name for name in state.files if not (folder / name).is_file()]
     if verify and not wrong:
         with ThreadPoolExecutor(4) as pool:
             digests = zip(state.files, pool.map(_sha256, (folder / name for name in state.files)), strict=True)
             wrong = [name for name, digest in digests if state.files[name] != digest]
     for name in wrong:
-        raise BadArtifact(f"{folder / name}: missing or changed since it was written; run the update again")
+        raise Damaged(f"{folder / name}: missing or changed since it was written", folder / name)
     return state
 
 
@@ -101,7 +101,7 @@ def names(folder: Path, state: TrainState) -> dict[str, tuple[int, ...]]:
             with safe_open(folder / file, framework="pt") as opened:
                 found |= {name: tuple(opened.get_slice(name).get_shape()) for name in list(opened.keys())}
         except SafetensorError as error:
-            raise BadArtifact(f"{folder / file}: not a safetensors file ({error}); run the update again") from error
+            raise Damaged(f"{folder / file}: not a safetensors file ({error})", folder / file) from error
     return found
 
 

@@ -3,13 +3,18 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import get_args, get_origin
 
 import pytest
+from pydantic import ValidationError
 
-from mdiff_core import checks, config
+from mdiff_core import checks, config, reference, registry, settings
 from mdiff_core.errors import BadSetting
+from mdiff_core.options import Options
+from mdiff_core.overrides import bare
 from mdiff_core.settings import Ema, Old, RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -388,3 +393,56 @@ def test_the_settings_reference_is_current() -> None:
     found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert page == found.stdout, "run `make docs`"
     assert "| `train.ema.decay` | number > 0, < 1 | `0.9` |" in page
+
+
+def numbers_of(kind: type[Options]) -> Iterator[str]:
+    """Every setting of `kind` itself that is a number, or a list of them."""
+    for name, field in kind.model_fields.items():
+        inner = bare(field.annotation)
+        if inner in (int, float) or get_args(inner)[:1] in ((int,), (float,)):
+            yield name
+
+
+def all_settings() -> list[type[Options]]:
+    """The tree's classes and the options of every plug-in."""
+    tree = [kind for kind in vars(settings).values() if isinstance(kind, type) and issubclass(kind, Options)]
+    plugins = [registry.find(slot, name).Options for slot, names in registry.REGISTRY.items() for name in names]
+    return [*tree, *plugins]
+
+
+@pytest.mark.parametrize("kind", all_settings(), ids=lambda kind: kind.__name__)
+def test_an_absurd_number_is_refused_by_every_setting(kind: type[Options]) -> None:
+    for name in numbers_of(kind):
+        whole = bare(kind.model_fields[name].annotation) is int
+        for value in (10**30, -(10**30)) if whole else (1e30, -1e30):
+            given = [value] * 2 if get_origin(bare(kind.model_fields[name].annotation)) is tuple else value
+            with pytest.raises(ValidationError) as caught:
+                kind.from_json(json.dumps({name: given}))
+            assert name in {error["loc"][0] for error in caught.value.errors() if error["type"] != "missing"}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("sampling.kernel.options.eta=1e30", "sampling.kernel.options.eta: 1e+30 is out of range"),
+        ("train.drift_limit=1e30", "train.drift_limit: 1e+30 is out of range; it should be within +-2147483648"),
+        ("score.rewards.0.weight=-1e30", "score.rewards.0.weight: -1e+30 is out of range"),
+        ("train.betas=[0.9, 1e30]", "train.betas: [0.9, 1e+30] is out of range"),
+        ("hardware.rollout.memory=much", 'hardware.rollout.memory: "much" is out of range'),
+    ],
+)
+def test_an_absurd_number_is_a_sentence(override: str, said: str) -> None:
+    with pytest.raises(BadSetting) as caught:
+        checks.check(config.load("shapes_flow_grpo", [override]))
+    assert str(caught.value).startswith(said)
+
+
+def test_every_setting_says_what_it_means() -> None:
+    kinds = [kind for kind in all_settings() if kind is not Options]
+    silent = [
+        f"{kind.__name__}.{name}"
+        for kind in kinds
+        for name, field in kind.model_fields.items()
+        if not field.description and not reference.is_group(bare(field.annotation))
+    ]
+    assert not silent

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -70,6 +71,10 @@ class TestRecords:
         for word in ("round 2", "0.6250", "6/8 groups", "3.0e-07", "1.000e-03", "0.4", "rollout 20.0s", "update 30.0s"):
             assert word in line
         assert "\n" not in line
+
+    def test_one_line_says_which_stages_were_reused(self):
+        line = metrics.one_line(a_round(2) | {"reused": ["rollout", "score"]})
+        assert "rollout reused score reused pair 0.5s update 30.0s" in line
 
     def test_one_line_of_supervised_training_speaks_of_no_reward(self):
         record = a_round(1)
@@ -349,3 +354,24 @@ class TestAlarm:
         assert "ALARM: the reward rose" in metrics.one_line(metrics.read(tmp_path)[-1])
         quiet = report.write(a_run(tmp_path / "quiet"), before=a_grid(), after=a_grid()).read_text()
         assert "Alarm" not in quiet
+
+
+def test_a_report_of_evaluations_alone_shows_only_charts_with_data(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    (tmp_path / metrics.FILE).write_text("")
+    with Metrics(tmp_path, environment={}) as sink:
+        sink.write(an_evaluation(0, 0.4))
+        sink.write(an_evaluation(1, 0.5))
+    text = report.write(tmp_path, before=a_grid(), after=a_grid()).read_text()
+    assert "Reward by round" in text and "no values" not in text
+    assert not [title for title in ("Loss", "Gradient norm", "log-prob drift", "<h2>Rounds</h2>") if title in text]
+
+
+def test_a_grid_that_was_cut_says_of_how_many(tmp_path: Path) -> None:
+    grid = replace(a_grid(report.SHOWN), total=384)
+    text = report.write(a_run(tmp_path), before=grid, after=grid).read_text()
+    assert f"The first {report.SHOWN} of 384." in text
+    assert f"The first {report.SHOWN} of 384." in report.sample_grid(
+        grid.frames, grid.captions, grid.rewards, grid.total
+    )
+    assert "The first" not in report.write(tmp_path, before=a_grid(), after=a_grid()).read_text()

@@ -1,5 +1,6 @@
 """A user's functions run when their module is allowed, and never otherwise."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,3 +63,14 @@ def test_nothing_is_allowed_unless_said(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv(own_code.ALLOWED)
     with pytest.raises(BadSetting, match=r"\(allowed: none\); set MDIFF_MODULES=tests.own_rewards on every machine"):
         own_code.function("tests.own_rewards:brightness")
+
+
+@pytest.mark.parametrize("raised", ["1 / 0", "raise RuntimeError('no licence')", "import json; json.loads('{')"])
+def test_a_module_that_raises_anything_is_a_sentence(
+    raised: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_rewards.py").write_text(raised)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(own_code.ALLOWED, "broken_rewards")
+    with pytest.raises(BadSetting, match=r"module 'broken_rewards' raised \w+ when it was imported .* repair it"):
+        own_code.function("broken_rewards:f")

@@ -2,16 +2,21 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from mdiff_core import policies, prompts, runs
 from mdiff_core.artifacts import read_manifest
 from mdiff_core.errors import BadSetting
 from mdiff_core.observe import metrics
 from mdiff_core.stages import plan
+from tests.policies_made import base_policy, lora_policy
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "shapes_flow_grpo"
@@ -107,3 +112,69 @@ def test_an_object_store_does_as_well(tmp_path: Path) -> None:
         assert metrics.read_run(folder)["name"] == made.config.name
     with pytest.raises(BadSetting, match="is a run of recipe"):
         planned(store, f"name={made.config.name}", "seed=1")
+
+
+def tuned(folder: Path, *, alpha: float = 4.0) -> Path:
+    model = ROOT / "assets/shapes_sd3"
+    return lora_policy(folder, model, base_policy(folder.with_name("base"), model), alpha=alpha).path
+
+
+def test_a_lora_to_start_from_fits_the_recipe_and_the_model(tmp_path: Path) -> None:
+    """Found out without loading either: layers and their shapes from the heads of the model's files."""
+    start = tuned(tmp_path / "lora")
+    fits = ["train.lora.rank=4", "train.lora.alpha=4"]
+    assert planned(tmp_path / "store", *fits, start=start).files
+    for changes, said in [
+        (["train.lora.alpha=8"], "is a LoRA of alpha 4, and train.lora.alpha is 8; make the two equal"),
+        (
+            ['train.lora.targets=["attn.to_q"]'],
+            "layers, and train.lora.targets 5 of the model, see transformer_blocks.0",
+        ),
+    ]:
+        with pytest.raises(BadSetting, match=rf"^start_policy: .*{said}"):
+            planned(tmp_path / "store", *fits, *changes, start=start)
+    wide = tmp_path / "wide"
+    shutil.copytree(ROOT / "assets/shapes_sd3", wide)
+    path = wide / "transformer/diffusion_pytorch_model.safetensors"
+    weights = load_file(path)
+    name = "transformer_blocks.0.attn.to_q.weight"
+    save_file(weights | {name: torch.cat([weights[name]] * 2)}, path)
+    with pytest.raises(
+        BadSetting, match=r"adapts transformer_blocks\.0\.attn\.to_q as a weight \(\d+, \d+\), and the model's is"
+    ):
+        planned(tmp_path / "store", *fits, f"model.path={wide}", start=start)
+
+
+def test_a_layer_that_the_model_lacks_is_named_before_anything_is_made() -> None:
+    with pytest.raises(
+        BadSetting, match=r"train.lora.targets: 'attn.to_qq' matches no linear layer .* did you mean 'attn.to_q'"
+    ):
+        plan.settings(RECIPE, ['train.lora.targets=["attn.to_qq"]'])
+
+
+BEGIN = """
+import sys
+from mdiff_core import config, runs
+runs.begin(sys.argv[1], config.load("shapes_flow_grpo", ["name=mine"]), "", {})
+print("begun", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_that_is_begun_again_starts_its_metrics_anew_unless_another_process_is_in_it(tmp_path: Path) -> None:
+    def begun() -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", BEGIN, str(tmp_path)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        assert process.stdout and process.stdout.readline() == "begun\n"
+        return process
+
+    file = tmp_path / "runs/mine" / metrics.FILE
+    first = begun()
+    file.write_text('{"kind": "round", "round": 1}\n')
+    second = begun()
+    assert [found["round"] for found in metrics.read(file.parent)] == [1]
+    first.communicate()
+    second.kill()
+    second.communicate()
+    begun().communicate()
+    assert metrics.read(file.parent) == []

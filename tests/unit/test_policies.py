@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -295,6 +296,49 @@ def test_a_version_is_there_as_a_whole_or_not_at_all(shelf: str, tmp_path: Path)
     policies.publish(shelf, "shapes", policy.path)
     fs.get(root, str(tmp_path / "fetched"), recursive=True)
     assert policies.open_policy(tmp_path / "fetched").checksum == policy.checksum
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda fs, root: fs.rm_file(f"{root}/adapter_model.safetensors"),
+        lambda fs, root: fs.pipe_file(f"{root}/adapter_model.safetensors", b"torn"),
+        lambda fs, root: fs.pipe_file(f"{root}/policy.json", b""),
+        lambda fs, root: fs.pipe_file(f"{root}/policy.json", fs.cat_file(f"{root}/policy.json")[:-9]),
+        lambda fs, root: fs.pipe_file(
+            f"{root}/policy.json", fs.cat_file(f"{root}/policy.json").replace(b'"checksum": "', b'"checksum": "0')
+        ),
+        lambda fs, root: fs.pipe_file(f"{root.rpartition('/')[0]}/latest.json", b""),
+    ],
+    ids=["missing", "torn", "empty", "cut", "flipped", "pointer"],
+)
+def test_publishing_again_repairs_what_is_damaged(
+    shelf: str, tmp_path: Path, spoil: Callable[[Any, str], object]
+) -> None:
+    policy = lora(tmp_path / "one")
+    uri = policies.publish(shelf, "shapes", policy.path)
+    spoil(*fsspec.url_to_fs(uri))
+    assert policies.publish(shelf, "shapes", policy.path) == policies.latest(shelf, "shapes") == uri
+    fs, root = fsspec.url_to_fs(uri)
+    fs.get(root, str(tmp_path / "fetched"), recursive=True)
+    assert policies.open_policy(tmp_path / "fetched").checksum == policy.checksum
+
+
+def test_a_changed_byte_of_a_published_file_is_repaired(tmp_path: Path) -> None:
+    policy = lora(tmp_path / "one")
+    uri = policies.publish(str(tmp_path / "shelf"), "shapes", policy.path)
+    flipped(Path(uri) / "adapter_model.safetensors")
+    policies.publish(str(tmp_path / "shelf"), "shapes", policy.path)
+    assert policies.open_policy(Path(uri)).checksum == policy.checksum
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"{}"])
+def test_a_broken_pointer_is_a_sentence(shelf: str, tmp_path: Path, text: bytes) -> None:
+    uri = policies.publish(shelf, "shapes", lora(tmp_path / "one").path)
+    fs, root = fsspec.url_to_fs(uri)
+    fs.pipe_file(f"{root.rpartition('/')[0]}/latest.json", text)
+    with pytest.raises(BadArtifact, match=r"latest.json: not a pointer to a version .* publish the policy again"):
+        policies.latest(shelf, "shapes")
 
 
 def test_a_version_is_never_overwritten_by_other_content(shelf: str, tmp_path: Path) -> None:

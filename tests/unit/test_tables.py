@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mdiff_core import tables
-from mdiff_core.errors import BadArtifact, BadSetting
+from mdiff_core.errors import BadArtifact, BadSetting, Damaged
 from mdiff_core.types import Condition, Prompt, Scored, Trajectory
 
 
@@ -269,6 +269,80 @@ def test_a_torn_file_is_refused(tmp_path: Path, keep: float) -> None:
     path.write_bytes(whole[: int(keep * len(whole)) if isinstance(keep, float) else keep])
     with pytest.raises(BadArtifact, match=r"trajectories-00000.arrow: not a whole Arrow file"):
         list(tables.read_trajectories(tmp_path))
+
+
+def everything(folder: Path) -> list[Any]:
+    """All that can be read of the folder's tables, as plain values."""
+    found: list[Any] = []
+    found += [[repr(row.prompt), row.sample, row.frames.tolist()] for row in tables.read_trajectories(folder)]
+    names = tables.samples.TRAJECTORIES.columns
+    for batch in tables.trajectory_batches(folder, names):
+        found += [
+            [name, batch[name].tolist() if isinstance(batch[name], np.ndarray) else batch[name]] for name in names
+        ]
+    for key, condition in tables.read_conditions(folder).items():
+        found.append([key, {name: value.tolist() for name, value in condition.items()}])
+    found += [repr(row) for row in tables.read_scores(folder)]
+    table = tables.RowTable(folder, 0)
+    rows = table.take(np.arange(len(table)))
+    return [
+        *found,
+        {name: column.tolist() if isinstance(column, np.ndarray) else column for name, column in rows.items()},
+    ]
+
+
+def all_tables(folder: Path) -> Path:
+    write(folder, [trajectory(number) for number in range(3)])
+    with tables.condition_writer(folder) as conditions:
+        conditions.add("key", {"embeds": torch.randn(3, 4).bfloat16()})
+    verdict = {"total": 0.3, "error": "", "kept": True, "in_baseline": True, "reason": "none"}
+    tables.write_scores(folder, [Scored(sample=f"g/{i}", group="g", rewards={"r": 0.1}, **verdict) for i in range(2)])
+    with tables.row_writer(folder, 0, "transitions") as writer:
+        writer.add_batch(columns(3))
+    return folder
+
+
+@pytest.mark.parametrize("stem", ["trajectories", "conditions", "scores", "rows-000"])
+def test_a_flipped_byte_is_found_or_changes_nothing(tmp_path: Path, stem: str) -> None:
+    """Anywhere in a file: what reads at all reads as it was written, and the rest is a sentence that names the file."""
+    before = everything(all_tables(tmp_path))
+    path = tmp_path / f"{stem}-00000.arrow"
+    whole, found = path.read_bytes(), 0
+    for position in range(0, len(whole), 13):
+        torn = bytearray(whole)
+        torn[position] ^= 1 << position % 8
+        path.write_bytes(torn)
+        try:
+            assert everything(tmp_path) == before, position
+        except BadArtifact as error:
+            found += 1
+            assert str(path) in str(error) and "run its stage again" in str(error)
+            assert isinstance(error, Damaged) and error.path == path
+    assert found > len(whole) / 13 / 4
+
+
+def test_rows_that_are_not_taken_need_not_be_whole(tmp_path: Path) -> None:
+    """A step that draws some rows reads those alone."""
+    with tables.row_writer(tmp_path, 0, "clean") as writer:
+        writer.add_batch(columns(4, kind="clean"))
+    (path,) = tmp_path.iterdir()
+    last = np.full((2, 3), 3, np.float32).tobytes()
+    path.write_bytes(path.read_bytes().replace(last, last[:-1] + b"\x01"))
+    table = tables.RowTable(tmp_path, 0)
+    assert len(table.take(np.arange(3))["x0"]) == 3
+    with pytest.raises(Damaged, match="column 'x0' is not as it was written"):
+        table.take(np.array([1, 3]))
+
+
+def test_a_table_from_before_there_were_digests_is_read(tmp_path: Path) -> None:
+    write(tmp_path, [trajectory(0)])
+    (path,) = tmp_path.iterdir()
+    old = pa.ipc.open_file(path).read_all()
+    metadata = {key: value for key, value in old.schema.metadata.items() if key != b"mdiff.digest"}
+    with pa.ipc.new_file(str(path), old.schema.with_metadata(metadata)) as file:
+        file.write_table(old.replace_schema_metadata(metadata))
+    (row,) = tables.read_trajectories(tmp_path)
+    assert same(row.frames, trajectory(0).frames)
 
 
 def test_a_missing_shard_is_noticed(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Resume is equality: killed anywhere and started again, a run repeats nothing and ends with the same bits."""
 
+import json
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +32,31 @@ def test_killed_everywhere_in_round_2(finished: Finished, ray_address: Mapping[s
     assert [line.partition(" rollout ")[0] for line in ended.lines("round ")] == [
         line.partition(" rollout ")[0] for line in finished.ended.lines("round ")
     ]
+
+
+def test_a_damaged_policy_is_made_again(finished: Finished, ray_address: Mapping[str, str], tmp_path: Path) -> None:
+    """The command fails once, with a sentence that says that the same command helps; it repeats the one stage."""
+    store = tmp_path / "store"
+    shutil.copytree(finished.store, store)
+    path = Finished(store=store, ended=finished.ended).artifact("policy", 1) / "adapter_model.safetensors"
+    weights = bytearray(path.read_bytes())
+    weights[-1] ^= 1
+    path.write_bytes(weights)
+    manifest = json.loads((path.parent / "manifest.json").read_text())
+    del manifest["sha256"][path.name]  # as of a file that is too large to be compared before each use
+    (path.parent / "manifest.json").write_text(json.dumps(manifest))
+    ended = call([*PYFLYTE, *post_train(store)], ray_address)
+    assert ended.code == 1 and "Traceback" not in ended.said
+    (sentence,) = ended.lines(f"{path}: its sha256 is not the one in policy.json")
+    assert "; it no longer counts as finished, so run the same command again" in sentence
+    before = manifests(store)
+    ended = call([*PYFLYTE, *post_train(store)], ray_address)
+    assert ended.code == 0, ended.said
+    assert ended.checksum == finished.ended.checksum
+    after = manifests(store)
+    assert {name.split("/")[0] for name in after if before.get(name) != after[name]} == {"policy", "state"}
+    assert " rollout reused score reused pair reused update reused" in ended.lines("round 1: ")[0]
+    assert " pair reused update " in ended.lines("round 2: ")[0] and "update reused" not in ended.lines("round 2: ")[0]
 
 
 def test_nft_with_old_policy_and_average_killed_in_round_2(ray_address: Mapping[str, str], tmp_path: Path) -> None:
