@@ -113,10 +113,10 @@ def random_clip(folder: Path, size: str) -> None:
     """A CLIP of that size with random weights, and the tiny world's tokenizer."""
     from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
 
-    from mdiff_core.worlds import tiny_sd3
+    from mdiff_core.worlds import tiny_text
 
     width, layers, heads, patch, text_width, text_heads, shared = SIZES[size]
-    tokenizer = tiny_sd3.clip_tokenizer()
+    tokenizer = tiny_text.clip_tokenizer()
     text = {
         "hidden_size": text_width, "intermediate_size": 4 * text_width, "num_hidden_layers": TEXT_LAYERS[size],
         "num_attention_heads": text_heads, "vocab_size": 49408, "bos_token_id": tokenizer.bos_token_id,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mdiff_core.worlds import tiny_sd3
+from mdiff_core.worlds import tiny_sd3, tiny_text
 
 TRANSFORMER = {
     "sample_size": 128,
@@ -72,7 +72,7 @@ def medium(device: torch.device) -> Any:
         with device:
             return kind(*arguments, **settings).to(dtype).eval().requires_grad_(False)
 
-    clip_words, t5_words = tiny_sd3.clip_tokenizer(), tiny_sd3.t5_tokenizer()
+    clip_words, t5_words = tiny_text.clip_tokenizer(), tiny_text.t5_tokenizer()
     clip_words.model_max_length, t5_words.model_max_length = 77, 256
     ends = {"bos_token_id": clip_words.bos_token_id, "eos_token_id": clip_words.eos_token_id}
     clips = [

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mdiff_core.worlds import tiny_sd3
+from mdiff_core.worlds import tiny_text
 
 WIDTH, PATCH, SIZE = 64, 8, 32
 
@@ -16,14 +16,14 @@ def clip(folder: Path) -> Path:
     """A random CLIP with preprocessing and tokenizer, in transformers' layout; returns its folder."""
     from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
 
-    tokenizer = tiny_sd3.clip_tokenizer()
+    tokenizer = tiny_text.clip_tokenizer()
     shared = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96}
     text = {
         "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-        "max_position_embeddings": tiny_sd3.TEXT_LENGTH,
+        "max_position_embeddings": tiny_text.TEXT_LENGTH,
     }
     config = CLIPConfig(
         text_config=shared | text, vision_config=shared | {"image_size": SIZE, "patch_size": PATCH}, projection_dim=24

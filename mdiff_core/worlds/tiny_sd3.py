@@ -1,129 +1,48 @@
-"""Builds a Stable Diffusion 3 small enough for a laptop's CPU, out of the real classes, for the shapes world.
+"""Builds a Stable Diffusion 3 small enough for a laptop's CPU, out of the real classes, for the world of shapes or of words.
 
-The text encoders are random and stay so: they only have to keep words and their order apart. The VAE is trained here; the
-transformer is left untrained for mdiff's own supervised fine-tuning. `python -m mdiff_core.worlds.tiny_sd3 build --help`.
+The text encoders (`tiny_text`) are random and stay so. The VAE is trained here; the transformer is left untrained for mdiff's own
+supervised fine-tuning. `python -m mdiff_core.worlds.tiny_sd3 build --help`.
 """
 
 import argparse
 import json
 import logging
 import math
-import string
-from collections import Counter
 from collections.abc import Sequence
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mdiff_core.worlds.shapes import SIZE, VOCABULARY, render, scenes
+from mdiff_core.worlds.shapes import SIZE
+from mdiff_core.worlds.tiny_text import (
+    CLIP_WIDTH,
+    SHAPES,
+    T5_WIDTH,
+    WORLDS,
+    World,
+    clip_encoder,
+    clip_tokenizer,
+    t5_encoder,
+    t5_tokenizer,
+)
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline
-    from torch import Tensor, nn
-    from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5Tokenizer
+    from torch import Tensor
 
-TEXT_LENGTH = 16
-"""Tokens that each of CLIP and T5 sees; the longest caption needs 10."""
-CLIP_WIDTH, T5_WIDTH = 64, 128
 LATENT_CHANNELS = 16
 LAYERS = 5
 """Transformer blocks."""
 BATCH = 128
 POOL = 16_384
-"""Scenes that the VAE is trained on."""
+"""Pictures that the VAE is trained on."""
 KL_WEIGHT = 1e-4
 """Per latent number; with ten times more, half of the channels say nothing and the transformer learns slower."""
 
 
 log = logging.getLogger(__name__)
-
-
-def clip_tokenizer() -> "CLIPTokenizer":
-    """One token for every word of the captions; other words fall apart into letters."""
-    from transformers import CLIPTokenizer
-
-    merges = byte_pairs(VOCABULARY)
-    pieces = [*string.ascii_lowercase, *(f"{letter}</w>" for letter in string.ascii_lowercase), *map("".join, merges)]
-    vocab = {piece: index for index, piece in enumerate(("<|startoftext|>", "<|endoftext|>", *pieces))}
-    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=TEXT_LENGTH)
-
-
-def byte_pairs(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Merges that make every word one token: the commonest pair first, ties by spelling (the library's trainer breaks them by chance)."""
-    splits = [[*word[:-1], word[-1] + "</w>"] for word in words]
-    merges: list[tuple[str, str]] = []
-    while pairs := Counter(pair for split in splits for pair in pairwise(split)):
-        left, right = min(pairs, key=lambda pair: (-pairs[pair], pair))
-        merges.append((left, right))
-        for split in splits:
-            for at in range(len(split) - 2, -1, -1):
-                if split[at : at + 2] == [left, right]:
-                    split[at : at + 2] = [left + right]
-    return merges
-
-
-def t5_tokenizer() -> "T5Tokenizer":
-    """One token for every word of the captions; other words fall apart into letters."""
-    from transformers import T5Tokenizer
-
-    vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -10.0)]
-    vocab += [(f"▁{word}", -1.0) for word in VOCABULARY]
-    vocab += [(letter, -10.0) for letter in string.ascii_lowercase]
-    return T5Tokenizer(vocab=vocab, extra_ids=0, model_max_length=TEXT_LENGTH)
-
-
-def clip_encoder(tokenizer: "CLIPTokenizer") -> "CLIPTextModelWithProjection":
-    """A random CLIP text model; its pooled output is read at the tokenizer's end token."""
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
-
-    config = CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=CLIP_WIDTH,
-        intermediate_size=2 * CLIP_WIDTH,
-        projection_dim=CLIP_WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=77,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = CLIPTextModelWithProjection(config)
-    _randomise(model, {"token_embedding": 1.0, "position_embedding": 0.7})
-    return model
-
-
-def t5_encoder(tokenizer: "T5Tokenizer") -> "T5EncoderModel":
-    """A random T5 encoder; position shows only in the attention biases, which are therefore large."""
-    from transformers import T5Config, T5EncoderModel
-
-    config = T5Config(
-        vocab_size=len(tokenizer),
-        d_model=T5_WIDTH,
-        d_kv=32,
-        d_ff=2 * T5_WIDTH,
-        num_layers=2,
-        num_heads=4,
-        relative_attention_num_buckets=32,
-        dropout_rate=0.0,
-        feed_forward_proj="gated-gelu",
-    )
-    model = T5EncoderModel(config)
-    _randomise(model, {"shared": 1.0, "relative_attention_bias": 2.0, ".q.": (T5_WIDTH * config.d_kv) ** -0.5})
-    return model
-
-
-def _randomise(model: "nn.Module", spread: dict[str, float]) -> None:
-    """Gaussian weights that keep a signal's size (1 / sqrt(inputs)), or of the spread named for a part of the name; frozen."""
-    from torch import nn
-
-    for name, weight in model.named_parameters():
-        weight.requires_grad_(False)
-        if weight.dim() > 1:
-            std = next((spread[part] for part in spread if part in name), weight.shape[1] ** -0.5)
-            nn.init.normal_(weight, std=std)
 
 
 def transformer() -> "SD3Transformer2DModel":
@@ -166,11 +85,11 @@ def autoencoder() -> "AutoencoderKL":
     )
 
 
-def pixels(seed: int, count: int) -> "Tensor":
-    """The first `count` scenes of a seed as the VAE sees them: [count, 3, SIZE, SIZE] float32 in -1..1."""
+def pixels(seed: int, count: int, world: World = SHAPES) -> "Tensor":
+    """The first `count` pictures of a seed as the VAE sees them: [count, 3, SIZE, SIZE] float32 in -1..1."""
     import torch
 
-    frames = np.stack([render(scene) for scene in islice(scenes(seed), count)])
+    frames = np.stack(list(islice(world.pictures(seed), count)))
     return torch.from_numpy(frames).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
@@ -219,11 +138,11 @@ def standardise(vae: "AutoencoderKL", pool: "Tensor") -> None:
     vae.register_to_config(scaling_factor=1 / latents.std().item(), shift_factor=latents.mean().item())
 
 
-def pipeline() -> "StableDiffusion3Pipeline":
+def pipeline(world: World = SHAPES) -> "StableDiffusion3Pipeline":
     """The whole model, untrained, random from torch's global CPU generator."""
     from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
-    clip, t5 = clip_tokenizer(), t5_tokenizer()
+    clip, t5 = clip_tokenizer(world), t5_tokenizer(world)
     return StableDiffusion3Pipeline(
         transformer=transformer(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -231,7 +150,7 @@ def pipeline() -> "StableDiffusion3Pipeline":
         text_encoder=clip_encoder(clip),
         tokenizer=clip,
         text_encoder_2=clip_encoder(clip),
-        tokenizer_2=clip_tokenizer(),
+        tokenizer_2=clip_tokenizer(world),
         text_encoder_3=t5_encoder(t5),
         tokenizer_3=t5,
     )
@@ -246,14 +165,14 @@ def save(pipe: "StableDiffusion3Pipeline", out: Path) -> None:
         config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float32"}, indent=2) + "\n")
 
 
-def build(out: Path, *, seed: int, vae_steps: int, device: str) -> None:
+def build(out: Path, *, world: World, seed: int, vae_steps: int, device: str) -> None:
     """Write the model to `out`: VAE trained for `vae_steps`, transformer untrained. Seeds torch's global generators."""
     import torch
 
     torch.manual_seed(seed)
-    pipe = pipeline()
+    pipe = pipeline(world)
     vae = pipe.vae.to(device)
-    pool = pixels(seed, POOL).to(device)
+    pool = pixels(seed, POOL, world).to(device)
     train_autoencoder(vae, pool, steps=vae_steps)
     vae.half().float()  # scale and shift belong to the weights as stored
     standardise(vae, pool[:4096])
@@ -277,6 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--model", type=Path, default=Path("assets/shapes_sd3"), help="blank: whose other parts to take"
     )
+    parser.add_argument("--world", choices=WORLDS, default="shapes", help="build: what it is to draw")
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--vae-steps", type=int, default=1500)
@@ -286,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.what == "blank":
         blank(args.model, args.out, seed=args.seed)
     else:
-        build(args.out, seed=args.seed, vae_steps=args.vae_steps, device=args.device)
+        build(args.out, world=WORLDS[args.world], seed=args.seed, vae_steps=args.vae_steps, device=args.device)
 
 
 if __name__ == "__main__":

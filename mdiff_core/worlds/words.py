@@ -8,6 +8,8 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +22,22 @@ SIZE = 64
 """Pixels along each side of an image."""
 PAPER = (236, 234, 226)
 INKS = {"black": (28, 28, 34), "red": (190, 30, 40), "green": (20, 120, 60), "blue": (30, 70, 190)}
-FRAME = ("the", "word", "in")
-"""Words of a caption that are always there; the drawn word stands in quotes."""
-ALPHABET = "abcdefghkmnoprstuvwxyz"
-"""Letters of drawn words. PP-OCR misread 4 of 300 words drawn with i, j, l and q as well, and none of 300 drawn without."""
 VOWELS = "aeou"
+CONSONANTS = "bcdfghknprstvxyz"
+"""PP-OCR misreads i, j, l and q now and then, and m and w are wider than PITCH."""
+PATTERN = (CONSONANTS, VOWELS, CONSONANTS, VOWELS)
+"""What each letter of a word may be."""
 LETTERS = (3, 4)
 """Lengths of drawn words."""
-HEIGHTS = (20, 26)
-"""Range of the font's size in pixels, both ends included; four wide letters of the largest still fit."""
-MARGIN = 4
-"""Pixels that stay free at the edges."""
+FONT_SIZE = 22
+PITCH = 16
+"""Pixels from the middle of a letter to the next."""
+CELL = 8
+"""Words stand at multiples of this many pixels, a latent's side, so that a letter has the same latents wherever it stands."""
+LINE = 24
+"""Pixels that a line of text takes, from the highest to the lowest letter."""
+BASE = 18
+"""Pixels from the top of a line to the foot of an x."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +50,12 @@ class Content:
 
 def words() -> list[str]:
     """Every drawn word: all that can be said of consonant, vowel, consonant and perhaps a vowel, in a fixed order."""
-    consonants = [letter for letter in ALPHABET if letter not in VOWELS]
-    short = [a + b + c for a in consonants for b in VOWELS for c in consonants]
-    return short + [word + vowel for word in short for vowel in VOWELS]
+    return ["".join(letters) for length in LETTERS for letters in product(*PATTERN[:length])]
 
 
 def caption(content: Content) -> str:
-    """The sentence; different contents never share one."""
-    return f'the word "{content.text}" in {content.ink}'
+    """What a model is asked for; different contents never share one."""
+    return f'"{content.text}" in {content.ink}'
 
 
 def metadata(content: Content) -> dict[str, Any]:
@@ -60,29 +65,27 @@ def metadata(content: Content) -> dict[str, Any]:
 
 def draw_content(rng: np.random.Generator, without: frozenset[str] = frozenset()) -> Content:
     """A random word, none of `without`, of a random length and ink."""
-    known = words()
     while True:
-        length = rng.choice(LETTERS)
-        text = str(rng.choice([word for word in known if len(word) == length]))
+        text = "".join(str(rng.choice(list(letters))) for letters in PATTERN[: rng.choice(LETTERS)])
         if text not in without:
             return Content(text=text, ink=str(rng.choice(list(INKS))))
 
 
 def render(content: Content, rng: np.random.Generator) -> np.ndarray:
-    """The image, [SIZE, SIZE, 3] uint8: the word somewhere on it, in a random size, whole."""
+    """The image, [SIZE, SIZE, 3] uint8: the word somewhere on it, each letter in the middle of its place."""
     image = Image.new("RGB", (SIZE, SIZE), PAPER)
-    pen = ImageDraw.Draw(image)
-    size = int(rng.integers(HEIGHTS[0], HEIGHTS[1] + 1))
-    while True:
-        font = ImageFont.load_default(size)
-        left, top, right, bottom = pen.textbbox((0, 0), content.text, font)
-        if right - left <= SIZE - 2 * MARGIN:
-            break
-        size -= 1  # the widest words fit in the smaller sizes only
-    x = rng.integers(MARGIN, SIZE - MARGIN - int(right - left) + 1) - left
-    y = rng.integers(MARGIN, SIZE - MARGIN - int(bottom - top) + 1) - top
-    pen.text((x, y), content.text, INKS[content.ink], font)
+    pen, font = ImageDraw.Draw(image), _font()
+    left = CELL * int(rng.integers((SIZE - PITCH * len(content.text)) // CELL + 1))
+    top = CELL * int(rng.integers((SIZE - LINE) // CELL + 1))
+    for index, letter in enumerate(content.text):
+        middle = left + PITCH * index + PITCH // 2
+        pen.text((middle, top + BASE), letter, INKS[content.ink], font, anchor="ms")
     return np.asarray(image)
+
+
+@cache
+def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(FONT_SIZE)
 
 
 def scenes(seed: int, *, without: frozenset[str] = frozenset()) -> Iterator[tuple[Content, np.ndarray]]:
@@ -121,14 +124,27 @@ def write_prompts(path: Path, chosen: Sequence[Content]) -> None:
     path.write_text("".join(line_of(content) for content in chosen), encoding="utf-8")
 
 
-def write_images(folder: Path, count: int, seed: int, without: frozenset[str]) -> None:
-    """`count` PNG files and captions.jsonl, whose `image` is relative to it."""
+def write_images(folder: Path, count: int, seed: int, without: frozenset[str], mislabelled: float = 0.0) -> None:
+    """`count` PNG files and captions.jsonl, whose `image` is relative to it; the pictures do not depend on `mislabelled`."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "captions.jsonl").open("w", encoding="utf-8") as captions:
         for index, (content, image) in zip(range(count), scenes(seed, without=without), strict=False):
             name = f"{index:05d}.png"
             Image.fromarray(image).save(folder / name)
-            captions.write(line_of(content, image=name))
+            captions.write(line_of(_labelled(content, (seed, 2, index), mislabelled, without), image=name))
+
+
+def _labelled(content: Content, seed: tuple[int, ...], mislabelled: float, without: frozenset[str]) -> Content:
+    """What the caption says: the drawn content or, by a share of `mislabelled`, a random one, as captions on the web do."""
+    rng = np.random.default_rng(seed)
+    return draw_content(rng, without) if rng.random() < mislabelled else content
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share; give a number from 0 to 1")
+    return value
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -139,12 +155,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True, help="prompts: a .jsonl file; images: a folder")
     parser.add_argument("--exclude", type=Path, help="prompt file whose words must not appear")
+    parser.add_argument("--mislabelled", type=_share, default=0.0, help="images: share of captions that are wrong")
     args = parser.parse_args(argv)
     without = words_in(args.exclude) if args.exclude else frozenset[str]()
     if args.what == "prompts":
         write_prompts(args.out, contents(args.count, args.seed, without=without))
     else:
-        write_images(args.out, args.count, args.seed, without)
+        write_images(args.out, args.count, args.seed, without, args.mislabelled)
     sys.stdout.write(f"{args.count} {args.what} -> {args.out}\n")
 
 

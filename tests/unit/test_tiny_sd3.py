@@ -9,7 +9,7 @@ import torch
 from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 from transformers import AutoTokenizer
 
-from mdiff_core.worlds import shapes, tiny_sd3, verify
+from mdiff_core.worlds import shapes, tiny_sd3, tiny_text, verify, words
 
 SHIPPED = Path(__file__).parents[2] / "assets" / "shapes_sd3"
 
@@ -22,7 +22,7 @@ def pipe(tiny_sd3: Path) -> StableDiffusion3Pipeline:
 def encode(pipe: StableDiffusion3Pipeline, captions: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
         tokens, _, pooled, _ = pipe.encode_prompt(
-            captions, None, None, do_classifier_free_guidance=False, max_sequence_length=tiny_sd3.TEXT_LENGTH
+            captions, None, None, do_classifier_free_guidance=False, max_sequence_length=tiny_text.TEXT_LENGTH
         )
     return tokens, pooled
 
@@ -40,15 +40,34 @@ def test_every_word_is_one_token(tiny_sd3: Path, name: str) -> None:
 
 
 def test_tokenizers_do_not_depend_on_chance() -> None:
-    one, two = tiny_sd3.clip_tokenizer(), tiny_sd3.clip_tokenizer()
+    one, two = tiny_text.clip_tokenizer(), tiny_text.clip_tokenizer()
     assert one.get_vocab() == two.get_vocab()
-    assert tiny_sd3.byte_pairs(("aa", "ab")) == [("a", "a</w>"), ("a", "b</w>")]
+    assert tiny_text.byte_pairs(("aa", "ab")) == [("a", "a</w>"), ("a", "b</w>")]
+
+
+def test_a_drawn_word_is_told_letter_by_letter() -> None:
+    """So that a word never seen is made of letters seen; the longest caption fits."""
+    clip, t5 = tiny_text.clip_tokenizer(tiny_text.WORDS), tiny_text.t5_tokenizer(tiny_text.WORDS)
+    for content in (*words.contents(200, 0), words.Content(text="red", ink="red")):
+        text, ink = content.text, content.ink
+        told = clip.convert_ids_to_tokens(clip(words.caption(content)).input_ids)
+        letters = [*text[:-1], text[-1] + "</w>", '"</w>']
+        assert told[:-1] == ["<|startoftext|>", '"</w>', *letters, "i", "n</w>", *ink[:-1], ink[-1] + "</w>"]
+        assert t5.convert_ids_to_tokens(t5(words.caption(content)).input_ids) == [
+            '▁"',
+            *text,
+            '"',
+            "▁in",
+            f"▁{ink}",
+            "</s>",
+        ]
+        assert len(told) <= tiny_text.TEXT_LENGTH
 
 
 def test_captions_have_different_conditions(pipe: StableDiffusion3Pipeline) -> None:
     captions = ["", *(shapes.caption(content) for content in shapes.contents(300, 0))]
     tokens, pooled = encode(pipe, captions)
-    assert tokens.shape == (301, 32, tiny_sd3.T5_WIDTH) and pooled.shape == (301, 2 * tiny_sd3.CLIP_WIDTH)
+    assert tokens.shape == (301, 32, tiny_text.T5_WIDTH) and pooled.shape == (301, 2 * tiny_text.CLIP_WIDTH)
     for condition in (tokens[:, :16], tokens[:, 16:], pooled):
         flat = condition.flatten(1)
         apart = torch.cdist(flat, flat) / flat.std() / flat.shape[1] ** 0.5

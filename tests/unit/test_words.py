@@ -51,6 +51,18 @@ def test_files_hold_other_words_than_those_excluded(tmp_path: Path) -> None:
     assert len(prompts.read(tmp_path / "train.jsonl")) == 50
 
 
+def test_wrong_captions_leave_the_pictures_as_they_are(tmp_path: Path) -> None:
+    for share in ("0", "0.5", "1"):
+        words.main(["images", "--count", "40", "--seed", "7", "--mislabelled", share, "--out", str(tmp_path / share)])
+    lines = {share: (tmp_path / share / "captions.jsonl").read_text().splitlines() for share in ("0", "0.5", "1")}
+    wrong = {share: sum(a != b for a, b in zip(lines["0"], lines[share], strict=True)) for share in ("0.5", "1")}
+    assert 8 < wrong["0.5"] < 32 and wrong["1"] == 40
+    for path in (tmp_path / "0").glob("*.png"):
+        assert path.read_bytes() == (tmp_path / "1" / path.name).read_bytes()
+    with pytest.raises(SystemExit):
+        words.main(["images", "--count", "1", "--seed", "7", "--mislabelled", "1.1", "--out", str(tmp_path / "x")])
+
+
 def test_more_words_than_there_are() -> None:
     known = words.words()
     assert len(set(known)) == len(known)

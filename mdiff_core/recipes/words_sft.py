@@ -1,0 +1,20 @@
+"""Supervised fine-tuning of the word world's SD3 from nothing, as `shapes_sft` does it.
+
+The model: `python -m mdiff_core.worlds.tiny_sd3 build --world words --seed 0 --out build/words_sd3_blank`. The pictures: `python -m
+mdiff_core.worlds.words images --count 24000 --seed 7 --out build/words_images --exclude assets/words_prompts/held_out.jsonl`.
+"""
+
+from mdiff_core.recipes.shapes_sft import RECIPE as SHAPES
+from mdiff_core.settings import Data, Prompts, RewardTerm, Score
+
+RECIPE = SHAPES.model_copy(
+    update={
+        "recipe": "words_sft",
+        "model": SHAPES.model.model_copy(update={"path": "build/words_sd3_blank"}),
+        "prompts": Prompts(
+            train="assets/words_prompts/train.jsonl", held_out="assets/words_prompts/held_out.jsonl", per_round=12
+        ),
+        "data": Data(captions="build/words_images/captions.jsonl"),
+        "score": Score(rewards=(RewardTerm(name="ocr", options={"side": 128}),)),
+    }
+)
