@@ -14,16 +14,8 @@ from mdiff_core import hub
 from mdiff_core.contracts import Serving
 from mdiff_core.errors import BadSetting
 from mdiff_core.options import Options
-from mdiff_core.sigmas import flow_match_sigmas
+from mdiff_core.sigmas import TRAIN_TIMESTEPS, scheduled_sigmas
 from mdiff_core.types import Condition
-
-TIMESTEPS = 1000
-"""The transformer is told sigma * TIMESTEPS."""
-PLAIN_SCHEDULE = (
-    *("use_dynamic_shifting", "shift_terminal", "invert_sigmas"),
-    *("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"),
-)
-"""Scheduler settings that must be off, as in every published SD3."""
 
 CLIP_LENGTH = 77
 """Most tokens that CLIP has positions for."""
@@ -94,7 +86,7 @@ class SD3:
         """One forward pass in the transformer's dtype; the time stays float32 up to its embedding."""
         dtype = cast(torch.dtype, transformer.dtype)
         embeds = {key: value.to(dtype) for key, value in condition.items()}
-        output = transformer(hidden_states=x.to(dtype), timestep=sigma * TIMESTEPS, return_dict=False, **embeds)
+        output = transformer(hidden_states=x.to(dtype), timestep=sigma * TRAIN_TIMESTEPS, return_dict=False, **embeds)
         return cast(Tensor, output[0]).float()
 
     def encoder(self, model: str, dtype: torch.dtype, device: torch.device) -> "SD3TextEncoder":
@@ -109,14 +101,7 @@ class SD3:
 
     def sigmas(self, model: str, *, steps: int, width: int, height: int) -> Tensor:
         """[steps+1] float32 of the model's own scheduler, which does not look at the size."""
-        config = hub.config(model, "scheduler/scheduler_config.json")
-        odd = [name for name in PLAIN_SCHEDULE if config.get(name)]
-        if odd or config.get("num_train_timesteps", TIMESTEPS) != TIMESTEPS:
-            raise BadSetting(
-                f"model.path '{model}': its scheduler sets {', '.join(odd) or 'num_train_timesteps'}, which sd3 does not know; "
-                f"use a shift alone and {TIMESTEPS} timesteps"
-            )
-        return flow_match_sigmas(steps, config.get("shift", 1.0))
+        return scheduled_sigmas(hub.config(model, "scheduler/scheduler_config.json"), steps, model)
 
     def serving(self) -> Serving:
         """SGLang takes one pipeline for every SD3; it cuts the negative text at its own 256 tokens, whatever the option.

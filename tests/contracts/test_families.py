@@ -142,3 +142,18 @@ def test_a_family_that_sglang_serves_says_how(named: tuple[Any, str]) -> None:
     assert serving.model_id and serving.text_encoders > 0
     (condition,) = family.encoder(model, torch.float32, CPU)(["a red circle"])
     assert set(serving.conditions.values()) == set(condition)
+
+
+@pytest.mark.parametrize(
+    ("length", "told"), [(256, {}), (77, {"max_sequence_length": 77}), (16, {"max_sequence_length": 16})]
+)
+def test_sglang_cuts_an_sd3s_texts_as_the_pipeline_does(length: int, told: dict[str, int]) -> None:
+    """A length is CLIP's too once SGLang is told it, and CLIP has 77 positions: SD3's own 256 must not be told."""
+    family = registry.make("family", Choice(name="sd3", options={"max_sequence_length": length}))
+    assert family.serving().sampling_params == told
+
+
+def test_a_length_that_sglang_cannot_give_t5_alone_is_refused() -> None:
+    family = registry.make("family", Choice(name="sd3", options={"max_sequence_length": 128}))
+    with pytest.raises(BadSetting, match=r"max_sequence_length: 128.*use 256, or 77 at most"):
+        family.serving()
