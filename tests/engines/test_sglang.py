@@ -241,7 +241,7 @@ def test_the_trainer_repeats_its_log_probs_before_and_after_a_sync(
     actor = EngineActor(run.rollout.to_json(), run.model.to_json(), 0)
     actor._engine = sglang_engine
     monkeypatch.setitem(inline_fleet.ACTORS, run.rollout.engine.model_dump_json() + run.model.to_json(), actor)
-    monkeypatch.setattr(generation, "Fleet", inline_fleet.InlineFleet)
+    monkeypatch.setattr(generation, "engines", inline_fleet.InlineFleet)
     prompt_files.write(tmp_path / "train.jsonl", prompt_files.read(run.prompts.train))
     empty_state(tmp_path / "state0")
     policy = base.path

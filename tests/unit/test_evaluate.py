@@ -32,7 +32,7 @@ def job(model: Path, **changes: Any) -> EvaluateJob:
 
 @pytest.fixture(autouse=True)
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "Fleet", InlineFleet)
+    monkeypatch.setattr(generation, "engines", InlineFleet)
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ def base(tiny_sd3: Path, tmp_path_factory: pytest.TempPathFactory) -> PolicyVers
 
 @pytest.fixture
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "Fleet", InlineFleet)
+    monkeypatch.setattr(generation, "engines", InlineFleet)
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,7 @@ def test_a_failed_rollout_leaves_no_table(
         def stream(self, batches: Any) -> Any:
             yield from super().stream(batches[:-1])
 
-    monkeypatch.setattr(generation, "Fleet", Cut)
+    monkeypatch.setattr(generation, "engines", Cut)
     with pytest.raises(EngineFailed, match=r"2 samples never came, such as 'r00000-"):
         rollout.run(job(tiny_sd3), asked, base.path, tmp_path)
     assert not list(tmp_path.iterdir())
