@@ -15,7 +15,7 @@ from mdiff_core.jobs import EvaluateJob
 from mdiff_core.settings import Score
 from mdiff_core.types import Prompt, Request, SamplingPlan, Scored, Trajectory
 
-VERSION = "2"
+VERSION = "3"
 MAIN = ""
 """Name of the set whose numbers carry no name: prompts.held_out."""
 GOLD = "gold"

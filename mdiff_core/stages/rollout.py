@@ -13,7 +13,7 @@ from mdiff_core.jobs import RolloutJob
 from mdiff_core.settings import Score
 from mdiff_core.types import Prompt, Request, SamplingPlan, Trajectory
 
-VERSION = "1"
+VERSION = "2"
 
 
 def run(job: RolloutJob, prompts: Path, policy: Path, out: Path) -> dict[str, Any]:
