@@ -2,7 +2,10 @@
 
 import atexit
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -15,6 +18,7 @@ from mdiff_core.policies import Weights, checksum_of, open_policy
 from mdiff_core.settings import Model, Rollout
 from mdiff_core.types import Condition, Request, Trajectory
 
+Batch = tuple[list[Trajectory], dict[str, Condition]]
 _kept: dict[tuple[str, str], Engine] = {}
 """The engine that `rollout.keep_engines` leaves for the next stage of this process, by the settings that make it."""
 
@@ -66,34 +70,46 @@ class Inside:
     def stream(
         self, batches: Sequence[Sequence[Request]]
     ) -> Iterator[tuple[int, list[Trajectory], dict[str, Condition]]]:
-        """(batch index, its trajectories, conditions not sent before) in batch order, as they are drawn."""
-        assert self._engine is not None
-        with Progress(sum(len(request.seeds) for batch in batches for request in batch)) as progress:
-            for position, batch in enumerate(batches):
-                trajectories, conditions = self._draw(self._engine, batch, position)
+        """(batch index, its trajectories, conditions not sent before) in batch order; the engine draws on while one is used."""
+        engine = self._engine
+        assert engine is not None
+        images = sum(len(request.seeds) for batch in batches for request in batch)
+        waiting, out = iter(enumerate(batches)), deque[Future[Batch]]()
+        with Progress(images) as progress, ThreadPoolExecutor(engine.batches_at_once) as pool:
+
+            def send(count: int) -> None:
+                out.extend(pool.submit(drawn, engine, batch, at) for at, batch in islice(waiting, count))
+
+            send(engine.batches_at_once + 1)
+            for position in range(len(batches)):
+                try:
+                    trajectories, conditions = out.popleft().result()
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
+                send(1)
                 progress.add(len(trajectories))
                 yield position, trajectories, conditions
         self._images += progress.done
         self._seconds += progress.seconds
 
-    def _draw(
-        self, engine: Engine, batch: Sequence[Request], position: int
-    ) -> tuple[list[Trajectory], dict[str, Condition]]:
-        """One batch; EngineFailed for what the device or the network does to it."""
-        trajectories: list[Trajectory] = []
-        conditions: dict[str, Condition] = {}
-        try:
-            for trajectory, fresh in engine.generate(batch):
-                trajectories.append(trajectory)
-                conditions.update(fresh)
-        except (RuntimeError, OSError, MemoryError) as error:
-            if isinstance(error, MdiffError):
-                raise
-            raise EngineFailed(
-                f"the engine failed ({type(error).__name__}: {error}) while drawing batch {position}; run the rollout again, "
-                "with a smaller rollout.batch if memory ran out"
-            ) from error
-        return trajectories, conditions
+
+def drawn(engine: Engine, batch: Sequence[Request], position: int) -> Batch:
+    """One batch; EngineFailed for what the device or the network does to it."""
+    trajectories: list[Trajectory] = []
+    conditions: dict[str, Condition] = {}
+    try:
+        for trajectory, fresh in engine.generate(batch):
+            trajectories.append(trajectory)
+            conditions.update(fresh)
+    except (RuntimeError, OSError, MemoryError) as error:
+        if isinstance(error, MdiffError):
+            raise
+        raise EngineFailed(
+            f"the engine failed ({type(error).__name__}: {error}) while drawing batch {position}; run the rollout again, "
+            "with a smaller rollout.batch if memory ran out"
+        ) from error
+    return trajectories, conditions
 
 
 @atexit.register

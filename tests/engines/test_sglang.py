@@ -13,23 +13,25 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mdiff_core import config, generation, jobs, policies, seeds, tables
+from mdiff_core import config, jobs, policies, seeds, tables
 from mdiff_core import prompts as prompt_files
+from mdiff_core.engines.sglang import requests
 from mdiff_core.engines.sglang.answers import decode, frames_of
 from mdiff_core.engines.sglang.engine import ROLLOUT, SGLangEngine
 from mdiff_core.engines.sglang.options import SGLangOptions, command_line, environment
 from mdiff_core.engines.sglang.requests import sampling_body
 from mdiff_core.engines.sglang.server import Server
+from mdiff_core.engines.sglang.texts import Texts
 from mdiff_core.engines.sglang.weights import FromFiles, FromTensors, Sync, Update, deliver_folder, digest
 from mdiff_core.errors import EngineFailed
-from mdiff_core.fleet.actor import EngineActor, make_kernel
+from mdiff_core.fleet import inside
+from mdiff_core.fleet.actor import make_kernel
 from mdiff_core.policies import Adapter
 from mdiff_core.sampler import Sampler
 from mdiff_core.settings import RunConfig
 from mdiff_core.stages import pair, rollout, score, update
 from mdiff_core.train.state import empty_state
 from mdiff_core.types import Conditioning, PolicyVersion, Prompt, Request, SamplingPlan
-from tests import inline_fleet
 from tests.policies_made import FAMILY, base_policy, lora_policy
 
 pytestmark = pytest.mark.sglang
@@ -108,14 +110,18 @@ def test_evaluation_gives_the_pictures_of_rollout_false(sglang_engine: SGLangEng
 
 
 def test_texts_are_embedded_as_the_diffusers_engine_does(
-    sglang_engine: SGLangEngine, tiny_sd3: Path, base: PolicyVersion
+    sglang_engine: SGLangEngine, tiny_sd3: Path, base: PolicyVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sglang_engine.load(base)
-    ((trajectory, conditions),) = sglang_engine.generate([request((1,))])
+    """Whatever the size of the pictures: the engine asks for the embeddings with smaller ones."""
     (ours,) = FAMILY.encoder(str(tiny_sd3), torch.float32, CPU)(["two green squares"])
-    theirs = conditions[trajectory.condition]
-    assert theirs.keys() == ours.keys()
-    assert all(torch.allclose(theirs[name], ours[name], atol=1e-5) for name in ours)
+    for pixels in (64, 32):
+        monkeypatch.setattr(requests, "TEXT_PIXELS", pixels)
+        sglang_engine._texts = Texts()
+        sglang_engine.load(base)
+        ((trajectory, conditions),) = sglang_engine.generate([request((1,))])
+        theirs = conditions[trajectory.condition]
+        assert theirs.keys() == ours.keys()
+        assert all(torch.allclose(theirs[name], ours[name], atol=1e-5) for name in ours)
 
 
 def held(transformer: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -226,7 +232,8 @@ def test_a_server_has_the_same_weights_whether_started_on_them_or_given_them(
 
 def settings(model: Path, guidance: float) -> RunConfig:
     return config.load("shapes_flow_grpo", [
-        f"model.path={model}", "rollout.engine.name=sglang", "rollout.group_size=4", "rollout.batch=8", "prompts.per_round=2",
+        f"model.path={model}", "rollout.engine.name=sglang", "rollout.engines=0", "rollout.group_size=4", "rollout.batch=8",
+        "prompts.per_round=2",
         f"sampling.guidance={guidance}", "sampling.steps=5", 'score.rewards=[{"name": "jpeg_compressibility"}]', "score.filters=[]",
         "train.lora.rank=4", "train.lr=1e-2", "train.drift_limit=1e-5",
     ])  # fmt: skip
@@ -238,10 +245,8 @@ def test_the_trainer_repeats_its_log_probs_before_and_after_a_sync(
 ) -> None:  # fmt: skip
     """Two rounds through the stages; the drift gate is at 1e-5, which is rounding in float32."""
     run = settings(tiny_sd3, guidance)
-    actor = EngineActor(run.rollout.to_json(), run.model.to_json(), 0)
-    actor._engine = sglang_engine
-    monkeypatch.setitem(inline_fleet.ACTORS, run.rollout.engine.model_dump_json() + run.model.to_json(), actor)
-    monkeypatch.setattr(generation, "engines", inline_fleet.InlineFleet)
+    monkeypatch.setattr(inside, "make_engine", lambda *settings: sglang_engine)
+    monkeypatch.setattr(sglang_engine, "close", lambda: None)  # others use it too
     prompt_files.write(tmp_path / "train.jsonl", prompt_files.read(run.prompts.train))
     empty_state(tmp_path / "state0")
     policy = base.path

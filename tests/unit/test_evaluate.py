@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mdiff_core import generation, prompts, tables
+from mdiff_core import prompts, tables
 from mdiff_core.errors import BadSetting
 from mdiff_core.jobs import EvaluateJob
 from mdiff_core.options import Choice
 from mdiff_core.settings import Evaluate, Model, PromptSet, RewardTerm, Rollout, Sampling, Score
 from mdiff_core.stages import evaluate
 from mdiff_core.types import PolicyVersion, Prompt, Trajectory
-from tests.inline_fleet import InlineFleet
 from tests.policies_made import base_policy, lora_policy
 
 WORDS = ("one red circle", "two blue squares", "three green stars")
@@ -24,15 +23,10 @@ def job(model: Path, **changes: Any) -> EvaluateJob:
     return EvaluateJob(
         model=Model(path=str(model), family=Choice(name="sd3", options={"max_sequence_length": 16}), dtype="float32"),
         sampling=Sampling(width=64, height=64, steps=8, guidance=1.0, kernel=Choice(name="flow_sde")),
-        rollout=Rollout(group_size=5, batch=3),
+        rollout=Rollout(group_size=5, batch=3, engines=0, keep_engines=True),
         score=Score(rewards=(RewardTerm(name="jpeg_compressibility"),), filters=(Choice(name="no_spread"),)),
         evaluate=Evaluate(**{"prompts": 2, "samples": 2, "steps": 3, "guidance": 2.0, **changes}), seed=3,
     )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "engines", InlineFleet)
 
 
 @pytest.fixture(scope="module")

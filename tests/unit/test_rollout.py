@@ -11,20 +11,26 @@ import torch
 
 from mdiff_core import generation, policies, prompts, seeds, tables
 from mdiff_core.errors import BadArtifact, BadSetting, EngineFailed
+from mdiff_core.fleet import Inside
 from mdiff_core.generation import Inspector, batched, check_seeds
 from mdiff_core.jobs import RolloutJob, ScoreJob
 from mdiff_core.options import Choice
 from mdiff_core.settings import Model, RewardTerm, Rollout, Sampling, Score
 from mdiff_core.stages import rollout, score
 from mdiff_core.types import PolicyVersion, Prompt, Request, SamplingPlan, Trajectory
-from tests.inline_fleet import InlineFleet
 from tests.policies_made import base_policy, lora_policy
 
 WORDS = ("one red circle", "two blue squares", "three green stars", "a white triangle", "two red circles")
 
 
 def job(model: Path, *, round: int = 0, kernel: str = "flow_sde", guidance: float = 2.0, **changes: Any) -> RolloutJob:
-    settings: dict[str, Any] = {"group_size": 3, "batch": 4, "engine": Choice(name="diffusers", options={"threads": 1})}
+    settings: dict[str, Any] = {
+        "group_size": 3,
+        "batch": 4,
+        "engines": 0,
+        "keep_engines": True,
+        "engine": Choice(name="diffusers", options={"threads": 1}),
+    }
     return RolloutJob(
         model=Model(path=str(model), family=Choice(name="sd3", options={"max_sequence_length": 16}), dtype="float32"),
         sampling=Sampling(
@@ -49,11 +55,6 @@ def base(tiny_sd3: Path, tmp_path_factory: pytest.TempPathFactory) -> PolicyVers
     return base_policy(tmp_path_factory.mktemp("base"), tiny_sd3)
 
 
-@pytest.fixture
-def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "engines", InlineFleet)
-
-
 @pytest.fixture(autouse=True)
 def own_threads() -> Any:
     """One for every test, as the engine option `threads` says: it is set when an engine is made, and engines are shared."""
@@ -67,9 +68,7 @@ def rows(folder: Path) -> list[Trajectory]:
     return list(tables.read_trajectories(folder))
 
 
-def test_a_round_is_drawn_and_written(
-    inline: None, tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path
-) -> None:
+def test_a_round_is_drawn_and_written(tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path) -> None:
     metrics = rollout.run(job(tiny_sd3), asked, base.path, tmp_path)
     found = rows(tmp_path)
     groups = dict(prompts.draw(prompts.read(asked / "train.jsonl"), per_round=2, round=0, seed=7))
@@ -87,7 +86,7 @@ def test_a_round_is_drawn_and_written(
 
 
 def test_the_same_job_gives_the_same_bits_and_another_round_others(
-    inline: None, tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path
+    tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path
 ) -> None:
     for name, number in (("a", 0), ("b", 0), ("c", 1)):
         rollout.run(job(tiny_sd3, round=number), asked, base.path, tmp_path / name)
@@ -100,7 +99,7 @@ def test_the_same_job_gives_the_same_bits_and_another_round_others(
 
 
 def test_the_weights_that_draw_are_chosen_and_named_with_their_checksum(
-    inline: None, tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path
+    tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path
 ) -> None:
     policy = lora_policy(tmp_path / "policy", tiny_sd3, base, ema=True)
     live = job(tiny_sd3)
@@ -117,7 +116,7 @@ def test_the_weights_that_draw_are_chosen_and_named_with_their_checksum(
 
 
 def test_a_kernel_without_noise_has_no_trained_steps(
-    inline: None, tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path
+    tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path
 ) -> None:
     rollout.run(job(tiny_sd3, kernel="ode", guidance=1.0), asked, base.path, tmp_path)
     assert all(t.sde_steps == () and t.log_probs.shape == (0,) and t.negative == "" for t in rows(tmp_path))
@@ -132,7 +131,7 @@ def test_a_policy_of_another_base_is_refused(tiny_sd3: Path, asked: Path, tmp_pa
 def test_a_failed_rollout_leaves_no_table(
     tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Cut(InlineFleet):
+    class Cut(Inside):
         def stream(self, batches: Any) -> Any:
             yield from super().stream(batches[:-1])
 
@@ -143,14 +142,13 @@ def test_a_failed_rollout_leaves_no_table(
 
 
 def test_through_ray_it_is_the_same_to_the_bit(
-    inline: None, tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path
 ) -> None:
     import ray
 
     policy = lora_policy(tmp_path / "policy", tiny_sd3, base)
     rollout.run(job(tiny_sd3), asked, policy.path, tmp_path / "inline")
-    monkeypatch.undo()
-    metrics = rollout.run(job(tiny_sd3), asked, policy.path, tmp_path / "ray")
+    metrics = rollout.run(job(tiny_sd3, engines=1, keep_engines=False), asked, policy.path, tmp_path / "ray")
     assert not ray.is_initialized()
     assert metrics["rollout/restarts"] == 0 and metrics["rollout/start_seconds"] > 0
     for a, b in zip(rows(tmp_path / "inline"), rows(tmp_path / "ray"), strict=True):
@@ -159,7 +157,7 @@ def test_through_ray_it_is_the_same_to_the_bit(
 
 
 def test_scores_that_come_during_the_rollout_are_those_that_come_after(
-    inline: None, tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path
+    tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path
 ) -> None:
     """The rewards run in another process while samples are drawn, in two waves; the score stage then takes theirs."""
     (_, dropped), *_ = prompts.draw(prompts.read(asked / "train.jsonl"), per_round=4, round=0, seed=7)

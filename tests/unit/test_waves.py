@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from mdiff_core import config, generation, jobs, prompts, tables
 from mdiff_core.errors import EngineFailed
+from mdiff_core.fleet import Inside
 from mdiff_core.jobs import RolloutJob, ScoreJob
 from mdiff_core.options import Choice
 from mdiff_core.panel import Panel
 from mdiff_core.settings import RewardTerm, Score
 from mdiff_core.stages import rollout, score
 from mdiff_core.types import Measured, PolicyVersion, Prompt, Shot, Trajectory
-from tests.inline_fleet import InlineFleet
 from tests.policies_made import base_policy
 from tests.unit.test_rollout import job as plain_job
 from tests.unit.test_rollout import rows
@@ -55,7 +55,6 @@ class Pool:
 
 @pytest.fixture(autouse=True)
 def inline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(generation, "engines", InlineFleet)
     monkeypatch.setattr(rollout, "RewardPool", Pool)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -116,9 +115,7 @@ def all_at_once(
 ) -> list[Trajectory]:
     """Every group that may be drawn."""
     out = tmp_path_factory.mktemp("all")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "engines", InlineFleet)
-        metrics = rollout.run(job(tiny_sd3, None), asked, base.path, out)
+    metrics = rollout.run(job(tiny_sd3, None), asked, base.path, out)
     assert (metrics["rollout/waves"], metrics["rollout/groups"]) == (1, MOST)
     return rows(out)
 
@@ -196,7 +193,7 @@ def test_a_wave_ends_where_a_batch_does(
 def test_a_later_wave_that_fails_leaves_no_table(
     tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Cut(InlineFleet):
+    class Cut(Inside):
         streams = 0
 
         def stream(self, batches: Any) -> Any:
