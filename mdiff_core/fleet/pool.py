@@ -159,10 +159,12 @@ class RewardPool:
         return _Worker(actor=made, tasks=deque([(made.ready.remote(), None)]), since=time.monotonic())
 
     def _feed(self) -> None:
-        """Hand out what waits, one to each worker before a second to any."""
+        """Hand out what waits, one to each worker that is up before a second to any."""
         for depth in range(1, IN_FLIGHT + 1):
             for worker in self._workers:
-                if self._waiting and sum(job is not None for _, job in worker.tasks) < depth:
+                # one that is starting gets none: if it died over it at once, it would look as if it had died of starting
+                up = not any(job is None for _, job in worker.tasks)
+                if up and self._waiting and len(worker.tasks) < depth:
                     self._send(worker, self._waiting.popleft())
 
     def _send(self, worker: _Worker, job: _Job) -> None:
@@ -223,7 +225,6 @@ class RewardPool:
             job.measured = nothing(job.shots, names, f"the reward's process {why}, {job.tries} times", job.tries - 1)
             owed.remove(job)
         self._restarts += 1
+        self._waiting.extendleft(reversed(owed))
         new = self._start()
         worker.actor, worker.tasks, worker.since = new.actor, new.tasks, new.since
-        for task in owed:
-            self._send(worker, task)

@@ -88,6 +88,16 @@ def test_a_scorer_that_does_not_recover_masks_its_batch_or_stops_the_stage(deed:
     assert all(why in sheet.scored[i].error and not sheet.scored[i].kept for i in lost)
 
 
+def test_a_process_that_starts_has_no_batch_yet() -> None:
+    """Else one that its first batch kills could be taken for one that cannot start, and that is nobody's to mask."""
+    with RewardPool(settings()) as pool:
+        for i in range(6):
+            pool.submit([scoring.shot(sample(i))])
+            starting = [worker for worker in pool._workers if any(job is None for _, job in worker.tasks)]
+            assert all(len(worker.tasks) == 1 for worker in starting) and (starting or i)
+        assert len(list(pool.rest())) == 6
+
+
 def test_a_scorer_that_only_dies_stops_the_round_early() -> None:
     asked = settings(workers=1, arguments={"deed": "die", "at": 0}, attempts=1, breaker=2, batch=1, on_missing="mask")
     dark = [sample(i, value=0) for i in range(30)]
