@@ -96,7 +96,7 @@ class Bench:
     def generate(self, images: int, settings: Rollout, name: str) -> tuple[dict[str, Any], Path]:
         """Metrics of a rollout into Arrow, and the folder."""
         out = self.folder / name
-        return generation.generate(self.requests(images), settings, self.model(), self.base.path, out), out
+        return generation.generate([self.requests(images)], settings, self.model(), self.base.path, out), out
 
     @contextmanager
     def engine(self, settings: Rollout) -> Iterator[Any]:

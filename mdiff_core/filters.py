@@ -44,9 +44,13 @@ def apply(
 
 def enough(scored: Sequence[Scored], groups: int) -> list[Scored]:
     """Leave the kept groups beyond the first `groups` by id out of training: they were drawn in case filters dropped others."""
-    kept = sorted({row.group for row in scored if row.kept})
-    surplus, why = set(kept[groups:]), f"surplus: {groups} groups are enough (prompts.per_round)"
+    surplus, why = set(groups_kept(scored)[groups:]), f"surplus: {groups} groups are enough (prompts.per_round)"
     return [replace(row, kept=False, reason=why) if row.kept and row.group in surplus else row for row in scored]
+
+
+def groups_kept(scored: Sequence[Scored]) -> list[str]:
+    """Ids, in order, of the groups of which a sample trains."""
+    return sorted({row.group for row in scored if row.kept})
 
 
 def rows_by(keys: Iterable[Hashable]) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """From requests to checked trajectories on disk: what rollout and evaluation share."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -20,7 +20,7 @@ from mdiff_core.types import PolicyVersion, Request, Trajectory
 
 
 def generate(
-    requests: Sequence[Request],
+    waves: Iterable[Sequence[Request]],
     rollout: Rollout,
     model: Model,
     policy: Path,
@@ -30,10 +30,14 @@ def generate(
 ) -> dict[str, Any]:
     """Writes `trajectories` and `conditions` of all requests, which share one plan; what the engines measured.
 
+    A wave is asked for once all samples of the one before are written, with the engines still up.
+
     A policy that does not hold such `weights` (the first of a run) is drawn from with its live ones; the metrics say so.
     `seen` gets each sample as it is written, while the engines go on. EngineFailed when engines cannot finish or return
     something else than was asked for; BadArtifact for a policy of another base.
     """
+    coming = iter(waves)
+    requests = next(coming)
     family, plan = registry.make("family", model.family), requests[0].plan
     opened = policies.open_policy(policy, verify=False)  # the fleet verifies
     policies.check_base(opened, family.digest(model.path))
@@ -46,15 +50,18 @@ def generate(
         tables.trajectory_writer(out) as rows,
         tables.condition_writer(out) as conditions,
     ):
-        for _, trajectories, fresh in fleet.stream(list(batched(requests, rollout.batch))):
-            for key, condition in fresh.items():
-                conditions.add(key, condition)
-                inspector.add_condition(key)
-            for trajectory in trajectories:
-                inspector.check(trajectory)
-                rows.add(trajectory)
-                seen(trajectory)
-        inspector.finish()
+        while requests:
+            for _, trajectories, fresh in fleet.stream(list(batched(requests, rollout.batch))):
+                for key, condition in fresh.items():
+                    conditions.add(key, condition)
+                    inspector.add_condition(key)
+                for trajectory in trajectories:
+                    inspector.check(trajectory)
+                    rows.add(trajectory)
+                    seen(trajectory)
+            inspector.finish()
+            requests = next(coming, ())
+            inspector.ask(requests)
     return fleet.metrics | {"policy": opened.version, "weights": weights, "weights_checksum": checksum}
 
 
@@ -95,15 +102,22 @@ class Inspector:
         which a policy that holds no other need not be given."""
         self._sigmas, self._policy, self._plan = sigmas, policy, requests[0].plan
         self._checksum = checksum or policy.checksum
-        self._asked = {
+        self._asked: dict[str, tuple[Request, int, int]] = {}
+        self._missing: dict[str, None] = {}
+        self._latents: dict[bytes, str] = {}
+        self._keys_needed: set[str] = set()
+        self._keys: set[str] = set()
+        self.ask(requests)
+
+    def ask(self, requests: Sequence[Request]) -> None:
+        """Note what more is to come."""
+        more = {
             f"{request.group}/{index}": (request, index, seed)
             for request in requests
             for index, seed in zip(request.indices, request.seeds, strict=True)
         }
-        self._missing = dict.fromkeys(self._asked)
-        self._latents: dict[bytes, str] = {}
-        self._keys_needed: set[str] = set()
-        self._keys: set[str] = set()
+        self._asked |= more
+        self._missing |= dict.fromkeys(more)
 
     def add_condition(self, key: str) -> None:
         """Note a condition that came."""

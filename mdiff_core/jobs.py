@@ -13,6 +13,9 @@ class RolloutJob(Options):
     sampling: Sampling
     rollout: Rollout
     prompts_per_round: int
+    """Most groups that are drawn."""
+    groups: int = 0
+    """Groups after which drawing ends once so many pass the filters; 0 draws `prompts_per_round` whatever passes. Needs `score`."""
     score: Score | None = None
     """Given when samples are scored as they are drawn."""
     seed: int
@@ -86,6 +89,7 @@ def rollout_job(config: RunConfig, round: int) -> RolloutJob:
         sampling=config.sampling,
         rollout=config.rollout,
         prompts_per_round=groups_drawn(config),
+        groups=groups_wanted(config) if config.score.stream else 0,
         score=config.score if config.score.stream else None,
         seed=config.seed,
         round=round,
@@ -93,14 +97,18 @@ def rollout_job(config: RunConfig, round: int) -> RolloutJob:
 
 
 def groups_drawn(config: RunConfig) -> int:
-    """Groups that a rollout draws."""
+    """Groups that a rollout draws, or may draw."""
     return ceil(config.prompts.per_round * config.prompts.oversample)
+
+
+def groups_wanted(config: RunConfig) -> int:
+    """Groups that are to train where more may be drawn; else 0."""
+    return config.prompts.per_round if groups_drawn(config) > config.prompts.per_round else 0
 
 
 def score_job(config: RunConfig) -> ScoreJob:
     """The same for every round."""
-    wanted = config.prompts.per_round
-    return ScoreJob(score=config.score, groups=wanted if groups_drawn(config) > wanted else 0)
+    return ScoreJob(score=config.score, groups=groups_wanted(config))
 
 
 def pair_job(config: RunConfig, round: int, rows: str) -> PairJob:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mdiff_core import advantages
+from mdiff_core import advantages, filters, registry
 from mdiff_core.errors import BadArtifact, BadSetting, MissingReward, RewardFailed, RewardUnavailable
 from mdiff_core.panel import Panel
 from mdiff_core.settings import Score
@@ -61,6 +61,12 @@ def score(samples: Iterable[Trajectory], settings: Score, measurer: Measurer | N
     for batch, measured in (measurer or Here(settings)).stream(cut(map(shot, samples), settings)):
         tally.add(batch, measured)
     return tally.sheet()
+
+
+def judged(sheet: Sheet, settings: Score) -> list[Scored]:
+    """What the recipe's filters leave of these samples."""
+    judges = [(choice.name, registry.make("filter", choice)) for choice in settings.filters]
+    return filters.apply(judges, sheet.scored, fingerprint=sheet.fingerprint, metadata=sheet.metadata)
 
 
 def shot(trajectory: Trajectory) -> Shot:

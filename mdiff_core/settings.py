@@ -33,8 +33,9 @@ class Prompts(Options):
     per_round: int = Field(ge=1)
     """Groups per round."""
     oversample: float = Field(default=1.0, ge=1)
-    """Groups drawn for each group of `per_round`, rounded up, so that enough are left when filters drop some; kept groups beyond
-    `per_round` are not trained, but count in the baseline."""
+    """Groups drawn for each group of `per_round`, rounded up, so that enough are left when filters drop some; with `score.stream` the
+    most that are drawn, a wave at a time, until `per_round` are left. Kept groups beyond those are not trained, but count in the
+    baseline."""
 
 
 class Sampling(Options):

@@ -175,10 +175,11 @@ class DiffusersEngine:
         texts = {
             condition_key(text): text for text in sorted(prompts | ({plan.negative} if plan.guidance > 1 else set()))
         }
-        new = {key: text for key, text in texts.items() if key not in self._texts}
-        if new:
-            self._texts.update(zip(new, self._encoder(list(new.values())), strict=True))
-        for key in texts:
+        for key, text in texts.items():
+            if (
+                key not in self._texts
+            ):  # alone: its last bits would depend on those beside it, and so on which batch came first
+                (self._texts[key],) = self._encoder([text])
             self._texts.move_to_end(key)
         found = {key: self._texts[key] for key in texts}
         while len(self._texts) > TEXTS_KEPT:

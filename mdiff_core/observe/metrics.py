@@ -11,6 +11,8 @@ time as `seconds/<stage>`:
 | `checksum` | both | of that policy's weights |
 | `score/reward_mean` | round | mean total over the samples that have one |
 | `score/kept_groups`, `score/groups` | round | groups with a kept sample; groups drawn |
+| `score/short_groups` | round | with `prompts.oversample`: kept groups that lack |
+| `rollout/groups`, `rollout/waves` | round | groups drawn, and in how many waves; see `prompts.oversample` |
 | `rollout/weights`, `rollout/weights_checksum` | round | which of the policy's weights drew (live, ema, old), and their checksum |
 | `update/loss`, `update/grad_norm` | round | means over the round's optimizer steps |
 | `update/drift_max` | round | largest log-prob gap between engine and trainer |

@@ -1,6 +1,7 @@
-"""Supervised fine-tuning of the word world's SD3 from nothing, as `shapes_sft` does it.
+"""Supervised fine-tuning of the word world's SD3 from the weights of the shapes', as `shapes_sft` does it from nothing.
 
-The model: `python -m mdiff_core.worlds.tiny_sd3 build --world words --seed 0 --out build/words_sd3_blank`. The pictures: `python -m
+The model: `python -m mdiff_core.worlds.tiny_sd3 build --world words --seed 0 --vae-steps 600 --out build/words_sd3_blank`, which
+refuses a VAE that loses the letters. The pictures: `python -m
 mdiff_core.worlds.words images --count 24000 --seed 7 --out build/words_images --exclude assets/words_prompts/held_out.jsonl`.
 """
 

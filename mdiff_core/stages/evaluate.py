@@ -15,7 +15,7 @@ from mdiff_core.jobs import EvaluateJob
 from mdiff_core.settings import Score
 from mdiff_core.types import Prompt, Request, SamplingPlan, Scored, Trajectory
 
-VERSION = "2"
+VERSION = "3"
 MAIN = ""
 """Name of the set whose numbers carry no name: prompts.held_out."""
 GOLD = "gold"
@@ -31,7 +31,7 @@ def run(job: EvaluateJob, prompts: Path, policy: Path, out: Path) -> dict[str, A
     wanted = {name: requests(job, name, chosen(prompts, name, count)) for name, count in counts.items()}
     everything = [request for some in wanted.values() for request in some]
     generation.check_seeds(everything)
-    measured = generation.generate(everything, job.rollout, job.model, policy, out, job.evaluate.weights)
+    measured = generation.generate([everything], job.rollout, job.model, policy, out, job.evaluate.weights)
     scored = scores(job.score, tables.read_trajectories(out))
     tables.write_scores(out, scored)
     gold = scores(gold_settings(job), map(judged_by_all, tables.read_trajectories(out))) if job.evaluate.gold else []

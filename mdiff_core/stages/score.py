@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from mdiff_core import filters, registry, scoring, tables
+from mdiff_core import filters, scoring, tables
 from mdiff_core.fleet import RewardPool
 from mdiff_core.jobs import ScoreJob
 from mdiff_core.settings import Score
@@ -20,8 +20,7 @@ def run(job: ScoreJob, trajectories: Path, out: Path) -> dict[str, float]:
     `scoring.score`.
     """
     sheet, measured = (streamed if job.score.stream else scored_now)(job.score, trajectories)
-    judges = [(choice.name, registry.make("filter", choice)) for choice in job.score.filters]
-    scored = filters.apply(judges, sheet.scored, fingerprint=sheet.fingerprint, metadata=sheet.metadata)
+    scored = scoring.judged(sheet, job.score)
     if job.groups:
         scored = filters.enough(scored, job.groups)
     tables.write_scores(out, scored)
@@ -61,7 +60,7 @@ def _metrics(scored: Sequence[Scored], wanted: int) -> dict[str, float]:
         "score/samples": len(scored),
         "score/groups": len({row.group for row in scored}),
         "score/kept_samples": len(kept),
-        "score/kept_groups": len({row.group for row in kept}),
+        "score/kept_groups": len(filters.groups_kept(scored)),
     }
     if wanted:
         counts["score/short_groups"] = max(0, wanted - int(counts["score/kept_groups"]))

@@ -35,6 +35,12 @@ class World:
     """Punctuation of the captions."""
     pictures: Callable[[int], Iterator[np.ndarray]]
     """The endless series [SIZE, SIZE, 3] uint8 that a seed names."""
+    paper: tuple[int, int, int]
+    """Colour of the background."""
+    ink: float = 0.0
+    """How much more an error counts in the VAE's training, per unit (of -1..1) by which the pixel stands out from the paper."""
+    of_shapes: bool = False
+    """Whether VAE and transformer start from those of shapes instead of from nothing."""
 
 
 SHAPES = World(
@@ -42,12 +48,16 @@ SHAPES = World(
     t5_words=shapes.VOCABULARY,
     marks="",
     pictures=lambda seed: map(shapes.render, shapes.scenes(seed)),
+    paper=shapes.BACKGROUND,
 )
 WORDS = World(
     clip_words=(),  # CLIP would find them inside drawn words, which have to be told letter by letter
     t5_words=('"', "in", *words.INKS),  # T5's begin with a space
     marks='"',
     pictures=lambda seed: (image for _, image in words.scenes(seed)),
+    paper=words.PAPER,
+    ink=10.0,  # letters are few and thin: a VAE that starts from nothing, or counts all pixels alike, ends with blank paper
+    of_shapes=True,
 )
 WORLDS = {"shapes": SHAPES, "words": WORDS}
 

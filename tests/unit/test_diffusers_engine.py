@@ -156,6 +156,24 @@ def test_two_batches_at_once_are_the_same_bits_as_one_after_the_other(
     assert sum(negative in fresh for _, fresh in together) == 1  # handed out once, by whoever came first
 
 
+def test_the_order_of_batches_decides_no_bit(tiny_sd3: Path, base: PolicyVersion) -> None:
+    """Batches that share texts, at engines that met them in other orders: a text is the same whatever was encoded beside it."""
+    batches = [
+        [request(0, 2, plan(2.0)), request(1, 1, plan(2.0))],
+        [request(1, 1, plan(2.0)), request(2, 2, plan(2.0))],
+    ]
+    found = []
+    for order in ((0, 1), (1, 0)):
+        one = engine_of(tiny_sd3)
+        one.load(base)
+        drawn = {number: generated(one, batches[number]) for number in order}
+        found.append(({t.sample: t for t in drawn[0][0]}, drawn[0][1] | drawn[1][1]))
+    (first, texts), (second, others) = found
+    assert all(torch.equal(first[name].latents, second[name].latents) for name in first)
+    assert texts.keys() == others.keys()
+    assert all(torch.equal(texts[key][name], others[key][name]) for key in texts for name in texts[key])
+
+
 def test_noise_of_a_row_is_its_seeds_alone() -> None:
     both, one = draw_noise([7, 8], (1, 3), (2, 4)), draw_noise([8], (3,), (2, 4))
     assert both.shape == (3, 2, 2, 4)

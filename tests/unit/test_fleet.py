@@ -100,6 +100,23 @@ def test_kept_engines_serve_the_next_fleet_and_others_end(given_ray: None, polic
     assert not Path(f"/proc/{alone}").exists()
 
 
+def test_one_fleet_serves_several_streams(given_ray: None, policy: Path, tmp_path: Path) -> None:
+    """The engine of a round's first wave draws its next ones, without sending conditions again; one that dies there is replaced."""
+    asked = batches(6, {4: {"deed": "die", "mark": str(tmp_path / "die")}})
+    seeds: list[int] = []
+    sent: list[list[int]] = []
+    with Fleet(rollout(restarts=1), MODEL, policy) as fleet:
+        for wave in (asked[:3], [], asked[3:4], asked[4:]):
+            sent.append([])
+            for _, trajectories, fresh in fleet.stream(wave):
+                seeds += [t.seed for t in trajectories]
+                sent[-1] += [int(condition["pid"]) for condition in fresh.values()]
+        assert fleet.metrics["images"] == 12 and fleet.metrics["restarts"] == 1
+    assert seeds == [seed for (request,) in asked for seed in request.seeds]
+    first, *between, last = sent
+    assert len(first) == 3 and between == [[], []] and set(last).isdisjoint(first)
+
+
 def test_dead_hung_and_failing_engines_are_replaced_and_nothing_is_lost(
     given_ray: None, policy: Path, tmp_path: Path
 ) -> None:

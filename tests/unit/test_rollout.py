@@ -159,15 +159,17 @@ def test_through_ray_it_is_the_same_to_the_bit(
 def test_scores_that_come_during_the_rollout_are_those_that_come_after(
     tiny_sd3: Path, asked: Path, base: PolicyVersion, tmp_path: Path
 ) -> None:
-    """The rewards run in another process while samples are drawn; the score stage then takes theirs."""
-    filters = (Choice(name="duplicates"), Choice(name="metadata", options={"key": "n", "values": [0, 1, 2, 3]}))
+    """The rewards run in another process while samples are drawn, in two waves; the score stage then takes theirs."""
+    (_, dropped), *_ = prompts.draw(prompts.read(asked / "train.jsonl"), per_round=4, round=0, seed=7)
+    others = [n for n in range(len(WORDS)) if n != dropped.metadata["n"]]
+    filters = (Choice(name="duplicates"), Choice(name="metadata", options={"key": "n", "values": others}))
     after = Score(rewards=(RewardTerm(name="jpeg_compressibility"),), filters=filters, batch=2)
     during = after.model_copy(update={"stream": True, "workers": 1})
-    task = job(tiny_sd3).model_copy(update={"score": during})
+    task = job(tiny_sd3, batch=3).model_copy(update={"score": during, "prompts_per_round": 4, "groups": 2})
     metrics = rollout.run(task, asked, base.path, tmp_path / "drawn")
     assert metrics["rollout/score_workers"] == 1 and metrics["rollout/score_restarts"] == 0
     assert metrics["rollout/score_busy_s"] > 0 and metrics["rollout/score_idle_s"] > 0
-    assert metrics["rollout/score_wait_s"] >= 0
+    assert metrics["rollout/score_wait_s"] >= 0 and metrics["rollout/waves"] == 2
     told = [score.run(ScoreJob(score=s), tmp_path / "drawn", tmp_path / str(s.stream)) for s in (during, after)]
     assert tables.read_scores(tmp_path / "True") == tables.read_scores(tmp_path / "False")
     assert {k: v for k, v in told[1].items() if k != "reward/seconds"} == told[0]

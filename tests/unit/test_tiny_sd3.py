@@ -2,13 +2,15 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL, StableDiffusion3Pipeline
+from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline
 from transformers import AutoTokenizer
 
+from mdiff_core.errors import BadSetting
 from mdiff_core.worlds import shapes, tiny_sd3, tiny_text, verify, words
 
 SHIPPED = Path(__file__).parents[2] / "assets" / "shapes_sd3"
@@ -104,11 +106,63 @@ def test_the_same_seed_builds_the_same_model(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(tiny_sd3, "POOL", 8)
     monkeypatch.setattr(tiny_sd3, "BATCH", 2)
     for name in ("one", "two"):
-        tiny_sd3.main(["build", "--seed", "3", "--out", str(tmp_path / name), "--vae-steps", "2"])
+        tiny_sd3.main(["build", "--seed", "3", "--out", str(tmp_path / name), "--vae-steps", "2", "--least", "0"])
     files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file())
     assert len(files) > 15
     for file in files:
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), file
+
+
+def test_a_vae_that_draws_blank_paper_is_not_built_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny_sd3, "POOL", 8)
+    monkeypatch.setattr(tiny_sd3, "BATCH", 2)
+    monkeypatch.setattr(tiny_sd3, "NEW", 8)
+    asked = ["build", "--world", "words", "--model", str(SHIPPED), "--seed", "3", "--vae-steps", "1"]
+    with pytest.raises(BadSetting, match=r"--vae-steps: after 1 the VAE gives back 0\.000 .* less than --least 0\.8"):
+        tiny_sd3.main([*asked, "--out", str(tmp_path / "words")])
+    assert not (tmp_path / "words").exists()
+
+
+class Fading:
+    """In a VAE's place: loses a share of whatever stands out from the paper."""
+
+    def __init__(self, lost: float) -> None:
+        self.lost = lost
+
+    def encode(self, images: torch.Tensor) -> SimpleNamespace:
+        latent = images + (images[..., :1, :1] - images) * self.lost
+        return SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: latent))
+
+    def decode(self, latent: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(sample=latent)
+
+
+@pytest.mark.parametrize("name", ["shapes", "words"])
+def test_a_picture_is_given_back_when_little_of_it_is_lost(name: str) -> None:
+    world = tiny_text.WORLDS[name]
+    images = tiny_sd3.pixels(5, 16, world)
+    shares = [tiny_sd3.given_back(Fading(lost), images, world) for lost in (0.0, 0.25, 0.35, 1.0)]
+    assert shares == [1, 1, 0, 0]
+
+
+def test_words_are_trained_for_their_ink() -> None:
+    """To draw nothing but paper costs the words VAE over five times what it would cost if all pixels counted alike."""
+    pool = tiny_sd3.pixels(5, 64, tiny_text.WORDS)
+    there = tiny_sd3._stands_out(pool, tiny_text.WORDS)
+    assert there.median() == 0 and (there == 0).all(1).float().mean() > 0.8
+    weight = 1 + tiny_text.WORDS.ink * there.abs().amax(1, keepdim=True)
+    assert (weight * there.abs()).mean() > 5 * there.abs().mean() and tiny_text.SHAPES.ink == 0
+
+
+def test_words_start_from_the_shipped_shapes() -> None:
+    torch.manual_seed(0)
+    with torch.random.fork_rng():
+        words_pipe, shapes_pipe = (tiny_sd3.start(world, SHIPPED) for world in (tiny_text.WORDS, tiny_text.SHAPES))
+    for part, kind in (("vae", AutoencoderKL), ("transformer", SD3Transformer2DModel)):
+        shipped = kind.from_pretrained(SHIPPED, subfolder=part).state_dict()
+        begun, new = getattr(words_pipe, part).state_dict(), getattr(shapes_pipe, part).state_dict()
+        assert all(torch.equal(begun[key], shipped[key]) for key in shipped)
+        assert begun.keys() == new.keys() and not all(torch.equal(new[key], shipped[key]) for key in shipped)
 
 
 def test_scale_and_shift_make_latents_standard() -> None:
