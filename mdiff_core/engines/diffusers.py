@@ -176,9 +176,8 @@ class DiffusersEngine:
             condition_key(text): text for text in sorted(prompts | ({plan.negative} if plan.guidance > 1 else set()))
         }
         for key, text in texts.items():
-            if (
-                key not in self._texts
-            ):  # alone: its last bits would depend on those beside it, and so on which batch came first
+            if key not in self._texts:
+                # alone: its last bits would depend on those beside it, and so on which batch came first
                 (self._texts[key],) = self._encoder([text])
             self._texts.move_to_end(key)
         found = {key: self._texts[key] for key in texts}
