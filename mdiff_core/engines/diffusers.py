@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -11,7 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from mdiff_core import policies
-from mdiff_core.compilation import compile_in_place
+from mdiff_core.compilation import compile_in_place, on_device
 from mdiff_core.contracts import Family, KernelMaker
 from mdiff_core.determinism import deterministic, reserve_workspace
 from mdiff_core.errors import BadSetting, EngineFailed
@@ -21,8 +20,6 @@ from mdiff_core.types import Condition, Conditioning, PolicyVersion, Request, Sa
 
 TEXTS_KEPT = 512
 """Encoded texts an engine remembers; a round's prompts come in order, so few are met again later."""
-DEVICE = ThreadPoolExecutor(1, thread_name_prefix="device")
-"""Where batches wait for the device, one thread for good: PyTorch crashes when one compiles after another that did has ended."""
 
 
 class DiffusersOptions(Options):
@@ -74,6 +71,7 @@ class DiffusersEngine:
     ) -> None:
         if options.threads:
             torch.set_num_threads(options.threads)
+        self._threads = torch.get_num_threads()
         self._repeatable = dtype == torch.float32 if options.deterministic is None else options.deterministic
         if self._repeatable and device.type == "cuda":
             reserve_workspace()
@@ -94,7 +92,7 @@ class DiffusersEngine:
         """Merge the policy's weights into the base, in place of the last ones."""
         if self._transformer is None:
             raise EngineFailed("diffusers engine: it was closed; make a new one")
-        self._checksum = policies.apply_to(self._transformer, policy, weights)
+        self._checksum = on_device(self._threads, policies.apply_to, self._transformer, policy, weights)
         self._policy = policy
         self._sent.clear()
         return self._checksum
@@ -106,7 +104,7 @@ class DiffusersEngine:
         sigmas = self._family.sigmas(self._model, steps=plan.steps, width=plan.width, height=plan.height)
         shape = self._vae.latent_shape(width=plan.width, height=plan.height, frames=plan.frames)
         noise = draw_noise([request.seeds[i] for request, i in rows], plan.sde_steps, shape)
-        drawn, frames, fresh = DEVICE.submit(self._batch, plan, sigmas, rows, noise).result()
+        drawn, frames, fresh = on_device(self._threads, self._batch, plan, sigmas, rows, noise)
         for row, (request, i) in enumerate(rows):
             trajectory = self._trajectory(request, i, sigmas, (drawn, row), frames[row])
             needed = [key for key in (trajectory.condition, trajectory.negative) if key in fresh]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mdiff_core import policies, seeds
+from mdiff_core.compilation import DEVICE, on_device
 from mdiff_core.engines.diffusers import DiffusersEngine, DiffusersOptions
 from mdiff_core.errors import BadSetting, EngineFailed
 from mdiff_core.fleet.actor import make_kernel
@@ -279,3 +280,17 @@ def test_wrong_use_is_refused(tiny_sd3: Path, base: PolicyVersion) -> None:
     engine.close()
     with pytest.raises(EngineFailed, match="closed"):
         engine.load(base)
+
+
+def test_the_number_of_threads_is_the_engine_s_whoever_drew_before(tiny_sd3: Path, base: PolicyVersion) -> None:
+    """Sums have other last bits with another number, and the device's thread is one for all engines of a process."""
+    before = torch.get_num_threads()
+    engine = engine_of(tiny_sd3, threads=1)
+    torch.set_num_threads(before)
+    on_device(2, torch.get_num_threads)
+    engine.load(base)
+    assert DEVICE.submit(torch.get_num_threads).result() == 1
+    on_device(2, torch.get_num_threads)
+    generated(engine, [request(0, 1, plan())])
+    assert DEVICE.submit(torch.get_num_threads).result() == 1
+    assert torch.get_num_threads() == before
