@@ -29,7 +29,7 @@ def local_ray() -> Iterator[None]:
     if not is_local():
         yield
         return
-    if "RAY_ADDRESS" not in os.environ:
+    if "RAY_ADDRESS" not in os.environ and not fleet.is_up():
         say("starting Ray; engines load the model as soon as it is up")
     # Flyte's plugin calls init again for each task, which Ray would tell of every time.
     logging.getLogger("ray._private.worker").setLevel(logging.WARNING)

@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from mdiff_core.fleet.cluster import local_ray, ray_environment
+from mdiff_core.fleet.cluster import is_up, local_ray, ray_environment
 from mdiff_core.fleet.fleet import Fleet
 from mdiff_core.fleet.inside import Inside
 from mdiff_core.fleet.pool import RewardPool
 from mdiff_core.policies import Weights
 from mdiff_core.settings import Model, Rollout
 
-__all__ = ["Fleet", "Inside", "RewardPool", "engines", "local_ray", "ray_environment"]
+__all__ = ["Fleet", "Inside", "RewardPool", "engines", "is_up", "local_ray", "ray_environment"]
 
 
 def engines(rollout: Rollout, model: Model, policy: Path, weights: Weights = "live") -> Fleet | Inside:

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,12 @@ LOCAL = {
 def ray_environment() -> Mapping[str, str]:
     """What Ray must find in the environment before it is first imported, where it is to run on this machine alone."""
     return LOCAL
+
+
+def is_up() -> bool:
+    """Whether this process is on a Ray; imports nothing to find out."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
 
 
 @contextmanager
