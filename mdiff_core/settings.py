@@ -30,9 +30,9 @@ class Prompts(Options):
     """JSONL (`input`, optional `metadata`; or GenEval's form) or txt, one prompt a line."""
     held_out: str
     """Same form; used by evaluation only."""
-    per_round: int = Field(ge=1)
+    per_round: int = Field(ge=1, le=100_000)
     """Groups per round."""
-    oversample: float = Field(default=1.0, ge=1)
+    oversample: float = Field(default=1.0, ge=1, le=100)
     """Groups drawn for each group of `per_round`, rounded up, so that enough are left when filters drop some; with `score.stream` the
     most that are drawn, a wave at a time, until `per_round` are left. Kept groups beyond those are not trained, but count in the
     baseline."""
@@ -72,7 +72,7 @@ class Rollout(Options):
     """Engines, each its own Ray actor, which is replaced when it dies or hangs. 0 draws in the stage's own process, without Ray."""
     gpus_per_engine: float = Field(default=0.0, ge=0.0, le=64.0)
     """GPUs Ray reserves for each engine; 0 runs on the CPU. With `engines` 0, anything above 0 takes the GPU that is there."""
-    batch: int = Field(default=16, ge=1)
+    batch: int = Field(default=16, ge=1, le=100_000)
     """Samples an engine draws at once. Fixed by the recipe, never by load, so results do not depend on timing."""
     keep_engines: bool = False
     """Leave engines up for the next stage where Ray outlives this one, as in local runs; they keep their CPUs, GPUs and memory."""

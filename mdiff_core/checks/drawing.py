@@ -73,6 +73,11 @@ def check_hardware(config: RunConfig) -> None:
             f"{hardware.update.gpu}; make the two equal"
         )
     wanted, there = max(rollout.engines, 1) * rollout.gpus_per_engine, hardware.rollout_workers * hardware.rollout.gpu
+    if wanted > there and not rollout.engines:
+        raise BadSetting(
+            f"rollout.gpus_per_engine: {rollout.gpus_per_engine:g}, but the stage itself draws (rollout.engines=0) and "
+            f"its machine has {there} GPUs; set hardware.rollout.gpu=1 or rollout.gpus_per_engine=0"
+        )
     if wanted > there:
         raise BadSetting(
             f"rollout.engines: {rollout.engines} with {rollout.gpus_per_engine:g} GPUs each need {wanted:g}, and "

@@ -46,7 +46,7 @@ class Inside:
         started = time.monotonic()
         self._engine = _kept.pop(self._made_of, None)
         close_kept()  # those of other settings hold what ours needs
-        self._engine = self._engine or make_engine(self._rollout, self._model)
+        self._engine = self._engine or made(self._rollout, self._model)
         loaded, wanted = self._engine.load(self._policy, self._weights), checksum_of(self._policy, self._weights)
         if loaded != wanted:
             self._engine.close()
@@ -92,6 +92,16 @@ class Inside:
                 yield position, trajectories, conditions
         self._images += progress.done
         self._seconds += progress.seconds
+
+
+def made(rollout: Rollout, model: Model) -> Engine:
+    """A new engine; EngineFailed for what the device does to it."""
+    try:
+        return make_engine(rollout, model)
+    except RuntimeError as error:
+        if isinstance(error, MdiffError):
+            raise
+        raise EngineFailed(f"the engine could not be made ({error}); see to that, or draw elsewhere") from error
 
 
 def drawn(engine: Engine, batch: Sequence[Request], position: int) -> Batch:

@@ -139,6 +139,6 @@ def nothing_left(job: PairJob, scored: Sequence[Scored]) -> str:
     reasons = Counter(row.reason.partition(":")[0] or "as good as their group" for row in scored)
     counted = ", ".join(f"{name} {number}" for name, number in reasons.most_common())
     return (
-        f"score.filters: round {job.round} has nothing to train on, all {len(scored)} samples were dropped ({counted});"
-        " loosen the filters, draw more samples a group (rollout.group_size) or more groups (prompts.per_round)"
+        f"score.filters: round {job.round + 1} has nothing to train on, all {len(scored)} samples were dropped ({counted});"
+        " loosen the filters, draw more samples a group (rollout.group_size) or more groups (prompts.per_round, prompts.oversample)"
     )

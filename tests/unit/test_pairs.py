@@ -306,7 +306,7 @@ def test_trajectories_and_scores_must_be_of_the_same_samples(tmp_path: Path) -> 
 def test_nothing_left_to_train_is_a_sentence(tmp_path: Path) -> None:
     rows = [drawn(i) for i in range(4)]
     scores = [judged(row, 1.0, kept=False) for row in rows]
-    with pytest.raises(BadSetting, match=r"round 3 has nothing to train on, all 4 .* \(duplicates 4\); loosen"):
+    with pytest.raises(BadSetting, match=r"round 4 has nothing to train on, all 4 .* \(duplicates 4\); loosen"):
         run(tmp_path, rows, scores, a_job(round=3))
 
 
