@@ -424,7 +424,10 @@ def test_an_absurd_number_is_refused_by_every_setting(kind: type[Options]) -> No
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("prompts.oversample=1e9", "prompts.oversample: 1000000000.0 is out of range; it should be less than or equal to 100"),
+        (
+            "prompts.oversample=1e9",
+            "prompts.oversample: 1000000000.0 is out of range; it should be less than or equal to 100",
+        ),
         ("sampling.kernel.options.eta=1e30", "sampling.kernel.options.eta: 1e+30 is out of range"),
         ("train.drift_limit=1e30", "train.drift_limit: 1e+30 is out of range; it should be within +-2147483648"),
         ("score.rewards.0.weight=-1e30", "score.rewards.0.weight: -1e+30 is out of range"),
