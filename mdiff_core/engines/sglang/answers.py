@@ -125,12 +125,14 @@ def frames_of(pixels: Tensor) -> np.ndarray:
     return np.ascontiguousarray(levels.permute(1, 2, 3, 0).numpy())
 
 
-def conditions_of(answer: bytes, plan: SamplingPlan, serving: Serving) -> tuple[Condition, Condition]:
-    """Of the text and, with guidance, of the negative one (else empty)."""
+def conditions_of(answer: bytes, text: str, negative: str | None, serving: Serving) -> dict[str, Condition]:
+    """By text: of the prompt, and of the negative one if it was asked for too."""
     entries = decode(answer)
     known = (entries[0].get("denoising_env") or {}) if isinstance(entries, list) and len(entries) == 1 else {}
-    positive = condition_of(known.get("pos_cond_kwargs"), serving)
-    return positive, condition_of(known.get("neg_cond_kwargs"), serving) if plan.guidance > 1 else {}
+    found = {text: condition_of(known.get("pos_cond_kwargs"), serving)}
+    if negative is not None:
+        found[negative] = condition_of(known.get("neg_cond_kwargs"), serving)
+    return found
 
 
 def condition_of(told: Mapping[str, Any] | None, serving: Serving) -> Condition:

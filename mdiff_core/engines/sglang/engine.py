@@ -92,11 +92,11 @@ class SGLangEngine:
         bodies = [sampling_body(request, self._serving, eta, kept, self._device.type) for request in requests]
         negative = plan.negative if plan.guidance > 1 else None
         missing = self._texts.missing([request.prompt.text for request in requests], negative)
-        asked = [condition_body(text, plan, self._serving, self._device.type) for text in missing]
+        asked = [condition_body(text, plan, self._serving, self._device.type, both=both) for text, both in missing]
         answers = self._ask(self._server, [*asked, *bodies])
         try:
-            for text, answer in zip(missing, answers[: len(asked)], strict=True):
-                self._texts.remember(text, negative, conditions_of(answer, plan, self._serving))
+            for (text, both), answer in zip(missing, answers[: len(asked)], strict=True):
+                self._texts.remember(conditions_of(answer, text, plan.negative if both else None, self._serving))
             for request, answer in zip(requests, answers[len(asked) :], strict=True):
                 samples = samples_of(answer, request, kept, schedule, self._device)
                 for i, sample in enumerate(samples):

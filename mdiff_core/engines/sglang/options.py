@@ -36,7 +36,9 @@ class SGLangOptions(Options):
     performance: Literal["manual", "auto", "speed", "memory"] = "auto"
     """SGLang's preset of where weights are kept."""
     compile: Literal["off", "blocks", "whole"] = "off"
-    """What of the transformer is compiled; takes a minute or more at the first batch."""
+    """What of the transformer is compiled, the VAE with it; takes a minute or more at the first batch."""
+    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+    """torch.compile's: the second tries several ways of each matrix product, at a minute or more of start-up."""
     in_flight: int = Field(default=4, ge=1)
     """Requests of a batch that the server has at a time."""
     sync: Literal["artifact", "tensors"] = "artifact"
@@ -91,6 +93,7 @@ def environment(options: SGLangOptions, model: str, on_gpu: bool) -> dict[str, s
     else:
         # Texts are asked for with one sample, the rest with many: code for any number would be slower than code for each.
         found["TORCH_DYNAMO_AUTOMATIC_DYNAMIC_SHAPES"] = "0"
+        found["SGLANG_TORCH_COMPILE_MODE"] = options.compile_mode
     if not on_gpu:
         # As many threads as this process was given, and asleep while they wait: spinning ones slow everybody else down.
         found |= {"OMP_NUM_THREADS": str(torch.get_num_threads()), "OMP_WAIT_POLICY": "PASSIVE"}

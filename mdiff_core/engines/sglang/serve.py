@@ -1,7 +1,8 @@
 """The server's main module: `python -m mdiff_core.engines.sglang.serve serve --model-path ...`; its workers import it again.
 
-Two things that SGLang 0.5.17 does badly on a CPU are put right here, by way of torch and zmq, and its models that do not name the
-blocks to compile by themselves, as Stable Diffusion 3, get a rule for it; SGLang is left as it is.
+Two things that SGLang 0.5.17 does badly on a CPU are put right here, by way of torch and zmq; its models that do not name the
+blocks to compile by themselves, as Stable Diffusion 3, get a rule for it; and a VAE in half precision gets the memory format that
+cuDNN wants. SGLang is left as it is.
 """
 
 import re
@@ -34,6 +35,17 @@ if __name__ == "__mp_main__" and "--regional-compile true" in " ".join(sys.argv)
     from sglang.multimodal_gen.runtime.models.dits.base import BaseDiT
 
     BaseDiT._compile_conditions = [is_block]  # else SGLang refuses to compile the blocks of those that name none
+
+if __name__ == "__mp_main__" and "--vae-precision fp32" not in " ".join(sys.argv):
+    from sglang.multimodal_gen.runtime.loader.component_loaders.vae_loader import VAELoader
+
+    load_vae = VAELoader.load_customized
+
+    def load_channels_last(*given: Any, **named: Any) -> Any:
+        """The VAE with its convolutions laid out as cuDNN's kernels for half precision take them, else each is turned round twice."""
+        return load_vae(*given, **named).to(memory_format=torch.channels_last)
+
+    VAELoader.load_customized = load_channels_last
 
 if __name__ == "__mp_main__":
     recv_at_once = zmq.Socket.recv_multipart

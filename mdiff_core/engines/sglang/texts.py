@@ -1,7 +1,7 @@
 """Text embeddings an engine has seen, and which of them it has already handed out."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from threading import Lock
 
 from mdiff_core.sampler import condition_key
@@ -19,23 +19,23 @@ class Texts:
         self._known: OrderedDict[str, Condition] = OrderedDict()
         self._sent: set[str] = set()
 
-    def missing(self, texts: Sequence[str], negative: str | None) -> list[str]:
-        """Prompts that have to be asked for; the negative text (None without guidance) comes with any of them."""
+    def missing(self, texts: Sequence[str], negative: str | None) -> list[tuple[str, bool]]:
+        """Prompts that have to be asked for, and whether with the negative text (None without guidance), which one of them brings."""
         with self._lock:
             keys = {condition_key(text): text for text in texts}
             missing = [text for key, text in keys.items() if key not in self._known]
             for key in keys.keys() & self._known.keys():
                 self._known.move_to_end(key)
-            if negative is not None and condition_key(negative) not in self._known:
-                return missing or [texts[0]]
-            return missing
+            lacking = negative is not None and condition_key(negative) not in self._known
+            if lacking and not missing:
+                missing = [texts[0]]
+            return [(text, lacking and number == 0) for number, text in enumerate(missing)]
 
-    def remember(self, text: str, negative: str | None, found: tuple[Condition, Condition]) -> None:
-        """Embeddings of a prompt and of the negative text."""
+    def remember(self, found: Mapping[str, Condition]) -> None:
+        """Embeddings by text."""
         with self._lock:
-            for key, condition in zip((text, negative), found, strict=True):
-                if key is not None:
-                    self._known[condition_key(key)] = condition
+            for text, condition in found.items():
+                self._known[condition_key(text)] = condition
             while len(self._known) > KEPT:
                 self._known.popitem(last=False)
 
