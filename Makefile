@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | docs | lock | tiny | verify-env
+# make setup | demo | test | lint | docs | lock | tiny | tiny-words | verify-env
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -11,7 +11,7 @@ ENGINE ?=
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test lint docs lock tiny verify-env
+.PHONY: help setup demo test lint docs lock tiny tiny-words verify-env
 
 help:
 	@echo 'make setup                    environment in .venv, from the pinned requirements'
@@ -19,6 +19,7 @@ help:
 	@echo 'make demo RECIPE=... GAIN=... the same with another recipe and another least gain in reward'
 	@echo 'make demo ENGINE=sglang       the same, drawn by SGLang servers'
 	@echo 'make tiny                     train the demo model anew from nothing, into build/shapes_sd3 (hours on a CPU)'
+	@echo 'make tiny-words               the same for the model of drawn words, into build/words_sd3 (from that of shapes)'
 	@echo 'make test                     lint, then every test'
 	@echo 'make lint                     ruff, mypy, import direction, file lengths'
 	@echo 'make docs                     write docs/settings.md from the settings themselves'
@@ -56,6 +57,14 @@ tiny: setup
 	$(SAID); $(SFT) shapes_sft | tee "$$said"; $(EXPORT) --recipe shapes_sft $(POLICY) build/shapes_sd3_clean
 	$(SHAPES) --mislabelled 0.1 --out build/shapes_images_web
 	$(SAID); $(SFT) shapes_base | tee "$$said"; $(EXPORT) --recipe shapes_base $(POLICY) build/shapes_sd3
+
+WORDS = $(BIN)/python -m mdiff_core.worlds.words images --count 24000 --seed 7 --exclude assets/words_prompts/held_out.jsonl
+tiny-words: setup
+	$(BIN)/python -m mdiff_core.worlds.tiny_sd3 build --world words --seed 0 --vae-steps 600 --out build/words_sd3_blank
+	$(WORDS) --out build/words_images
+	$(SAID); $(SFT) words_sft | tee "$$said"; $(EXPORT) --recipe words_sft $(POLICY) build/words_sd3_clean
+	$(WORDS) --mislabelled 0.3 --out build/words_images_web
+	$(SAID); $(SFT) words_base | tee "$$said"; $(EXPORT) --recipe words_base $(POLICY) build/words_sd3
 
 test: lint
 	$(BIN)/python -m pytest

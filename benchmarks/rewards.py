@@ -109,8 +109,8 @@ def clip(prompts: Sequence[Prompt], frames: np.ndarray, repeats: int, *, size: s
     compared(f"clip {size} on {device}", plain, lambda: reward(frames, prompts), repeats)
 
 
-def random_clip(folder: Path, size: str) -> None:
-    """A CLIP of that size with random weights, and the tiny world's tokenizer."""
+def random_clip(folder: Path, size: str, device: str = "cpu") -> None:
+    """A CLIP of that size with random weights, made on `device`, and the tiny world's tokenizer."""
     from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
 
     from mdiff_core.worlds import tiny_text
@@ -127,7 +127,9 @@ def random_clip(folder: Path, size: str) -> None:
         "num_attention_heads": heads, "patch_size": patch,
     }  # fmt: skip
     torch.manual_seed(0)
-    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=shared)).save_pretrained(folder)
+    with torch.device(device):
+        model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=shared))
+    model.save_pretrained(folder)
     CLIPImageProcessorPil().save_pretrained(folder)
     tokenizer.model_max_length = 77
     tokenizer.save_pretrained(folder)

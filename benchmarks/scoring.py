@@ -3,8 +3,8 @@
     python benchmarks/scoring.py [--images 128] [--batch 16] [--engine diffusers] [--model FOLDER]
     python benchmarks/scoring.py --tiny         the same on a CPU with small models, to try the script
 
-PickScore's network judges pictures of 512 px that one engine draws in 10 steps with guidance, on the same card. Both ways run twice, with
-engine and reward as processes of their own, and the second time is told: the engine was kept from the first, the reward starts anew.
+PickScore's network judges pictures of 512 px that one engine draws in 10 steps with guidance, on the same card. Both ways run with
+engine and reward as processes of their own. A first round, not told, starts the engine, which is kept; the reward starts anew each time.
 """
 
 import argparse
@@ -43,10 +43,13 @@ def main() -> None:
         folder = Path(name)
         jobs, policy = prepared(args, folder)
         found: dict[str, dict[str, float]] = {}
-        for turn in (0, 1):
-            for stream in (False, True):
-                out = folder / f"{turn}-{stream}"
-                found["streamed" if stream else "after"] = one_round(*jobs[stream], folder, policy, out)
+        for turn, stream in enumerate((False, False, True)):
+            way = "streamed" if stream else "after"
+            found[way] = one_round(*jobs[stream], folder, policy, folder / f"{turn}")
+            say(
+                f"{'first, ' * (not turn)}{way}: "
+                + ", ".join(f"{name} {value:.2f} s" for name, value in found[way].items())
+            )
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
     say(f"\n{card}, torch {torch.__version__}, {' '.join(sys.argv)}\n")
     say("| scored | drawing s | reward at work s | round waits for scores s | both s | share | images/s |")
@@ -66,7 +69,7 @@ def prepared(args: argparse.Namespace, folder: Path) -> tuple[dict[bool, tuple[R
         if args.model and place.exists()
         else sd35m.build(place, torch.device("cpu" if args.tiny else "cuda"), tiny=args.tiny)
     )
-    random_clip(folder / "clip", "base" if args.tiny else "huge")
+    random_clip(folder / "clip", *(("base", "cpu") if args.tiny else ("huge", "cuda")))
     family = Choice(name="sd3", options={"max_sequence_length": 16 if args.tiny else 256})
     policies.base_version(
         folder / "policy", base=str(path), base_digest=registry.make("family", family).digest(str(path))

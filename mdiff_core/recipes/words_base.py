@@ -1,7 +1,7 @@
-"""The last pass over the word world's SD3 before RL, as `shapes_base` is for shapes: captions of which a part is wrong.
+"""The last pass over the word world's SD3 before RL, as `shapes_base` is for shapes: captions of which three in ten are wrong.
 
 Starts from what `words_sft` made, exported to build/words_sd3_clean. The pictures: `python -m mdiff_core.worlds.words
-images --count 24000 --seed 7 --mislabelled 0.1 --out build/words_images_web --exclude assets/words_prompts/held_out.jsonl`.
+images --count 24000 --seed 7 --mislabelled 0.3 --out build/words_images_web --exclude assets/words_prompts/held_out.jsonl`.
 """
 
 from mdiff_core.recipes.shapes_base import RECIPE as SHAPES

@@ -188,8 +188,23 @@ def test_the_shipped_vae_keeps_scenes() -> None:
     assert scaled.mean().abs() < 0.1 and scaled.std() == pytest.approx(1, abs=0.1)
 
 
-def test_the_shipped_model_is_small_and_of_this_code() -> None:
-    assert sum(path.stat().st_size for path in SHIPPED.parent.rglob("*") if path.is_file()) <= 10e6
-    config = json.loads((SHIPPED / "transformer" / "config.json").read_text())
+@pytest.mark.parametrize("name", ["shapes_sd3", "words_sd3"])
+def test_the_shipped_models_are_small_and_of_this_code(name: str) -> None:
+    shipped = SHIPPED.with_name(name)
+    assert sum(path.stat().st_size for path in shipped.rglob("*") if path.is_file()) <= 10e6
+    config = json.loads((shipped / "transformer" / "config.json").read_text())
     made = json.loads(json.dumps(dict(tiny_sd3.transformer().config)))
     assert {key: config[key] for key in made if key[0] != "_"} == {key: made[key] for key in made if key[0] != "_"}
+
+
+def test_the_shipped_vae_keeps_words() -> None:
+    vae = AutoencoderKL.from_pretrained(SHIPPED.with_name("words_sd3"), subfolder="vae")
+    images = tiny_sd3.pixels(77, 32, tiny_text.WORDS)
+    assert tiny_sd3.given_back(vae, images, tiny_text.WORDS) >= 0.95
+
+
+def test_the_shipped_words_are_this_code_s_tokens() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED.with_name("words_sd3") / "tokenizer")
+    made = tiny_text.clip_tokenizer(tiny_text.WORDS)
+    text = words.caption(words.Content(text="susa", ink="black"))
+    assert tokenizer(text).input_ids == made(text).input_ids

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from mdiff_core.worlds import shapes
+
 ROOT = Path(__file__).parents[2]
 PYFLYTE = (sys.executable, "-m", "flytekit.clis.sdk_in_container.pyflyte")
 SECONDS = 240.0
@@ -92,6 +94,18 @@ def post_train(store: Path, *overrides: str, rounds: int = 2, recipe: str = "sha
     chosen = json.dumps([*SMALL, f"store={store}", *overrides])
     workflow = ["run", "workflows/post_train.py", "post_train"]
     return ["-c", "flyte.config", *workflow, "--recipe", recipe, "--rounds", str(rounds), "--overrides", chosen]
+
+
+def sft(store: Path, images: Path, *overrides: str, rounds: int = 1) -> list[str]:
+    """Arguments of pyflyte for a small fine-tuning into `store` on pictures made into `images`."""
+    if not images.exists():
+        shapes.main(["images", "--count", "8", "--seed", "1", "--out", str(images)])
+    data = ("model.path=assets/shapes_sd3", f"data.captions={images / 'captions.jsonl'}")
+    small = ("train.updates_per_round=2", "train.batch=4", "train.microbatch=2")
+    small += ("evaluate.prompts=2", "evaluate.samples=1", "evaluate.steps=2")
+    chosen = json.dumps([f"store={store}", *data, *small, *overrides])
+    workflow = ["run", "workflows/sft.py", "sft", "--recipe", "shapes_sft"]
+    return ["-c", "flyte.config", *workflow, "--rounds", str(rounds), "--overrides", chosen]
 
 
 def invoke(arguments: Sequence[str], environment: Mapping[str, str]) -> Ended:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mdiff_core.observe import metrics
-from tests.workflows.conftest import PYFLYTE, ROOT, Finished, call, manifests, post_train
+from tests.workflows.conftest import PYFLYTE, ROOT, Finished, call, manifests, post_train, sft
 from tests.workflows.killed import PLACES
 
 KILLED = (sys.executable, str(ROOT / "tests/workflows/killed.py"))
@@ -76,3 +76,16 @@ def test_nft_with_old_policy_and_average_killed_in_round_2(ray_address: Mapping[
     drawn = [record["rollout/weights"] for record in rounds if record["kind"] == "round"]
     measured = [record["evaluate/weights"] for record in rounds if record["kind"] == "evaluation"]
     assert (drawn, measured) == (["live", "old"], ["live", "ema"])  # the base has but one set
+
+
+def test_sft_with_average_killed_in_round_2(ray_address: Mapping[str, str], tmp_path: Path) -> None:
+    """In its optimizer loop: every weight, the average and AdamW's moments go on from round 1."""
+    whole, stopped = (sft(tmp_path / name, tmp_path / "images", rounds=2) for name in ("whole", "stopped"))
+    undisturbed = call([*PYFLYTE, *whole], ray_address)
+    assert undisturbed.code == 0, undisturbed.said
+    assert call([*KILLED, "in_update", *stopped], ray_address).code == -9
+    ended = call([*PYFLYTE, *stopped], ray_address)
+    assert ended.code == 0, ended.said
+    assert ended.checksum == undisturbed.checksum
+    assert "update reused" in ended.lines("round 1: ")[0]
+    assert manifests(tmp_path / "stopped").keys() == manifests(tmp_path / "whole").keys()

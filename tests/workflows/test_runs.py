@@ -10,8 +10,7 @@ import pytest
 
 from mdiff_core import policies
 from mdiff_core.observe import metrics
-from mdiff_core.worlds import shapes
-from tests.workflows.conftest import PYFLYTE, SMALL, Ended, Finished, call, invoke, manifests, post_train
+from tests.workflows.conftest import PYFLYTE, SMALL, Ended, Finished, call, invoke, manifests, post_train, sft
 
 
 def test_two_rounds(finished: Finished) -> None:
@@ -78,21 +77,7 @@ def test_the_run_stops_at_its_target(finished: Finished, ray_address: Mapping[st
 
 
 def test_supervised_fine_tuning_on_two_processes(ray_address: Mapping[str, str], tmp_path: Path) -> None:
-    shapes.main(["images", "--count", "8", "--seed", "1", "--out", str(tmp_path / "images")])
-    chosen = [
-        f"store={tmp_path / 'store'}",
-        "model.path=assets/shapes_sd3",
-        f"data.captions={tmp_path / 'images/captions.jsonl'}",
-        "hardware.topology=1x2",
-        "train.updates_per_round=2",
-        "train.batch=4",
-        "train.microbatch=2",
-        "evaluate.prompts=2",
-        "evaluate.samples=1",
-        "evaluate.steps=2",
-    ]
-    workflow = ["run", "workflows/sft.py", "sft", "--recipe", "shapes_sft", "--rounds", "1"]
-    ended = invoke(["-c", "flyte.config", *workflow, "--overrides", json.dumps(chosen)], ray_address)
+    ended = invoke(sft(tmp_path / "store", tmp_path / "images", "hardware.topology=1x2"), ray_address)
     assert ended.code == 0, ended.said
     (line,) = ended.lines("round 1: loss ")
     assert "encode " in line

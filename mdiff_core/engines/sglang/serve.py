@@ -1,16 +1,20 @@
 """The server's main module: `python -m mdiff_core.engines.sglang.serve serve --model-path ...`; its workers import it again.
 
 Two things that SGLang 0.5.17 does badly on a CPU are put right here, by way of torch and zmq; its models that do not name the
-blocks to compile by themselves, as Stable Diffusion 3, get a rule for it; and a VAE in half precision gets the memory format that
-cuDNN wants. SGLang is left as it is.
+blocks to compile by themselves, as Stable Diffusion 3, get a rule for it; and answers are pickled by `transport`. SGLang is left
+as it is.
 """
 
+import pickle
 import re
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import zmq
+
+from mdiff_core.engines.sglang.transport import dumps
 
 IDLE_MS = 2
 """A worker's nap when nobody asks for anything."""
@@ -36,18 +40,11 @@ if __name__ == "__mp_main__" and "--regional-compile true" in " ".join(sys.argv)
 
     BaseDiT._compile_conditions = [is_block]  # else SGLang refuses to compile the blocks of those that name none
 
-if __name__ == "__mp_main__" and "--vae-precision fp32" not in " ".join(sys.argv):
-    from sglang.multimodal_gen.runtime.loader.component_loaders.vae_loader import VAELoader
-
-    load_vae = VAELoader.load_customized
-
-    def load_channels_last(*given: Any, **named: Any) -> Any:
-        """The VAE with its convolutions laid out as cuDNN's kernels for half precision take them, else each is turned round twice."""
-        return load_vae(*given, **named).to(memory_format=torch.channels_last)
-
-    VAELoader.load_customized = load_channels_last
-
 if __name__ == "__mp_main__":
+    from sglang.multimodal_gen.runtime.managers import scheduler
+
+    vars(scheduler)["pickle"] = SimpleNamespace(**{**vars(pickle), "dumps": dumps})
+
     recv_at_once = zmq.Socket.recv_multipart
     zmq.Socket.recv_multipart = recv_patiently  # type: ignore[assignment]
 
