@@ -31,6 +31,7 @@ WORDS = {
     "JsonValue": "any value",
 }
 """Of the plain types."""
+SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "length >=", "max_length": "length <="}
 
 
 def page() -> str:
@@ -77,12 +78,23 @@ def is_group(kind: Any) -> bool:
 
 def spell(field: FieldInfo) -> str:
     """Type and bounds in words."""
-    words = spell_type(field.annotation)
-    bounds = ", ".join(str(part) for part in field.metadata if "Strict" not in str(part))
-    signs = {"Ge(ge=": ">= ", "Gt(gt=": "> ", "Le(le=": "<= ", "Lt(lt=": "< ", "MinLen(min_length=": "length >= "}
-    for long, short in signs.items():
-        bounds = bounds.replace(long, short)
-    return f"{words} {bounds.replace(')', '')}".strip()
+    limits = [
+        spell_limit(name, value) for part in field.metadata for name, value in limits_of(part) if value is not None
+    ]
+    return " ".join([spell_type(field.annotation), ", ".join(limits)]).strip()
+
+
+def limits_of(part: Any) -> Iterator[tuple[str, Any]]:
+    """What a part of a field's metadata asks of the value, by name."""
+    for name in ("pattern", *SIGNS):
+        if hasattr(part, name):
+            yield name, getattr(part, name)
+
+
+def spell_limit(name: str, value: Any) -> str:
+    """`>= 1`, or the pattern as code in a table's cell."""
+    bar = "\\|"
+    return f"pattern `{value.replace('|', bar)}`" if name == "pattern" else f"{SIGNS[name]} {value}"
 
 
 def spell_type(kind: Any) -> str:

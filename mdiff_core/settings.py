@@ -115,6 +115,9 @@ class Score(Options):
     that hangs cannot be stopped."""
     gpus_per_worker: float = Field(default=0.0, ge=0, le=64)
     """GPUs Ray reserves for each worker; workers with 0 see none. Rewards in the stage's own process take the GPU that is there."""
+    keep_workers: bool = False
+    """Leave workers up for the next stage where Ray outlives this one, as rollout.keep_engines does, so that a reward's network is loaded
+    once. They do not see changes of your own reward's code."""
     timeout_s: float = Field(default=600.0, gt=0)
     """Longest a worker may take over a batch, attempts included, before it counts as hung."""
     stream: bool = False

@@ -21,13 +21,12 @@ def tell(settings: RunConfig, folder: Path, manifests: Sequence[Manifest]) -> li
     begun = metrics.read_run(folder).get("begun", 0.0)
     earlier = metrics.read(folder)
     known = {(found["kind"], found["round"]) for found in earlier}
-    rounds = max((number for kind, number in known if kind == "round"), default=0)
     told = []
     evaluation = made.pop("evaluate", None)
     if made:
-        rounds = made["update"].job["round"] + 1
-        told.append(round_of(rounds, made, begun))
+        told.append(round_of(made["update"].job["round"] + 1, made, begun))
     if evaluation:
+        rounds = rounds_of(evaluation.metrics["policy"], [*earlier, *told])
         told.append(alarmed(settings, earlier, evaluation_of(rounds, evaluation)))
     with metrics.Metrics(folder) as sinks:
         for found in told:
@@ -62,6 +61,11 @@ def evaluation_of(rounds: int, evaluation: Manifest) -> metrics.Record:
         seconds=evaluation.seconds,
         **{name: evaluation.metrics[name] for name in LINEAGE},
     )
+
+
+def rounds_of(policy: str, told: Sequence[metrics.Record]) -> int:
+    """The round, of those `told`, that made a policy; 0 for the one that a run starts from. Another process may have told later ones."""
+    return max((found["round"] for found in told if found["kind"] == "round" and found["policy"] == policy), default=0)
 
 
 def alarmed(settings: RunConfig, earlier: Sequence[metrics.Record], found: metrics.Record) -> metrics.Record:

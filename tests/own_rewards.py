@@ -28,6 +28,13 @@ def rank(frames: np.ndarray, prompts: Sequence[Prompt]) -> list[int]:
     return np.argsort(np.argsort(frames.mean(axis=(1, 2, 3, 4)), kind="stable")).tolist()
 
 
+def process(frames: np.ndarray, prompts: Sequence[Prompt], name: str = "", fail: bool = False) -> list[int]:
+    """Who scored."""
+    if fail:
+        raise RuntimeError("the scorer broke")
+    return [os.getpid()] * len(frames)
+
+
 def nonsense(frames: np.ndarray, prompts: Sequence[Prompt]) -> Any:
     return ["good"] * len(frames)
 

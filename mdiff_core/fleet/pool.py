@@ -1,5 +1,6 @@
 """Rewards as Ray actors: batches of samples there, scores back in order, whatever happens to a process."""
 
+import hashlib
 import logging
 import os
 import time
@@ -27,6 +28,8 @@ START_SECONDS = 600.0
 TICK_SECONDS = 0.1
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Threads that wait must sleep, or engines on the same CPUs slow down."""
+KEPT = "mdiff-rewards"
+"""Ray's namespace of workers that outlive a pool."""
 
 
 class PanelActor:
@@ -67,10 +70,12 @@ class _Worker:
     """What it is doing, in order: reference and batch; no batch while it starts."""
     since: float
     """When it began with the first of them."""
+    shared: bool
+    """Whether it may be left for the next pool."""
 
 
 class RewardPool:
-    """The recipe's rewards in `workers` processes, for as long as the `with` block lasts."""
+    """The recipe's rewards in `workers` processes, for as long as the `with` block lasts or, with `keep_workers`, Ray does."""
 
     def __init__(self, settings: Score) -> None:
         self._settings = settings
@@ -87,9 +92,13 @@ class RewardPool:
         return {**counts, "busy_s": self._busy, "idle_s": max(0.0, alive - self._busy)}
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(local_ray())
+        ours = self._stack.enter_context(local_ray())
         try:
-            self._workers = [self._start() for _ in range(self._settings.workers)]
+            shared = self._settings.keep_workers and not ours
+            self._end_others(shared)
+            self._workers = [
+                self._start(self._name(number) if shared else "") for number in range(self._settings.workers)
+            ]
         except BaseException:
             self._stack.close()
             raise
@@ -103,7 +112,8 @@ class RewardPool:
 
         try:
             for worker in self._workers:
-                ray.kill(worker.actor)
+                if error or worker.tasks or not worker.shared:
+                    ray.kill(worker.actor)
         finally:
             self._workers = []
             self._stack.close()
@@ -139,24 +149,42 @@ class RewardPool:
             if self._queue:
                 self._collect(TICK_SECONDS)
 
-    def _start(self) -> _Worker:
+    def _start(self, name: str = "") -> _Worker:
+        """A new worker, or the one of that name that an earlier pool left."""
         import ray
 
-        cpus = len(os.sched_getaffinity(0))
-        threads = 1 if self._settings.stream else max(1, cpus // self._settings.workers)
-        environment = ENVIRONMENT | {name: os.environ[name] for name in (ALLOWED,) if name in os.environ}
-        if not self._settings.gpus_per_worker:
-            environment["CUDA_VISIBLE_DEVICES"] = ""  # else `device: auto` would find the engines' GPUs
         # no CPUs of Ray's count: engines have taken them all, and scoring must go on beside them
-        actor = ray.remote(PanelActor).options(
-            num_cpus=0,
-            num_gpus=self._settings.gpus_per_worker,
-            max_restarts=0,
-            scheduling_strategy="SPREAD",
-            runtime_env={"env_vars": environment},
-        )
-        made = actor.remote(self._settings.to_json(), threads)
-        return _Worker(actor=made, tasks=deque([(made.ready.remote(), None)]), since=time.monotonic())
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": self._settings.gpus_per_worker, "max_restarts": 0}
+        options |= {"scheduling_strategy": "SPREAD", "runtime_env": {"env_vars": self._environment()}}
+        if name:
+            options |= {"name": name, "namespace": KEPT, "lifetime": "detached", "get_if_exists": True}
+        made = ray.remote(PanelActor).options(**options).remote(self._settings.to_json(), self._threads())
+        tasks = deque[tuple[Any, _Job | None]]([(made.ready.remote(), None)])
+        return _Worker(actor=made, tasks=tasks, since=time.monotonic(), shared=bool(name))
+
+    def _threads(self) -> int:
+        cpus = len(os.sched_getaffinity(0))
+        return 1 if self._settings.stream else max(1, cpus // self._settings.workers)
+
+    def _environment(self) -> dict[str, str]:
+        found = ENVIRONMENT | {name: os.environ[name] for name in (ALLOWED,) if name in os.environ}
+        if not self._settings.gpus_per_worker:
+            found["CUDA_VISIBLE_DEVICES"] = ""  # else `device: auto` would find the engines' GPUs
+        return found
+
+    def _name(self, number: int) -> str:
+        """Of a worker that may be kept: the same for settings that make the same worker."""
+        made_of = (self._settings.to_json(), self._threads(), sorted(self._environment().items()))
+        return f"rewards-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}-{number}"
+
+    def _end_others(self, shared: bool) -> None:
+        """End workers that pools of other settings have kept: they hold memory, and GPUs that ours may need."""
+        import ray
+
+        ours = {self._name(number) for number in range(self._settings.workers)} if shared else set()
+        for kept in ray.util.list_named_actors(all_namespaces=True):
+            if kept["namespace"] == KEPT and kept["name"] not in ours:
+                ray.kill(ray.get_actor(kept["name"], namespace=KEPT))
 
     def _feed(self) -> None:
         """Hand out what waits, one to each worker that is up before a second to any."""
@@ -216,15 +244,16 @@ class RewardPool:
         ray.kill(worker.actor)
         job = worker.tasks[0][1]
         owed = [task for _, task in worker.tasks if task]
-        if job is None:
+        if job is None and not worker.shared:  # else it may have been dead when it was found
             raise RewardUnavailable(f"a reward process {why} while it started; look at its log, or give it more memory")
-        job.tries += 1
-        LOG.warning("a reward process %s over a batch of %d samples, time %d", why, len(job.shots), job.tries)
-        if job.tries >= self._settings.attempts:
+        if job:
+            job.tries += 1
+            LOG.warning("a reward process %s over a batch of %d samples, time %d", why, len(job.shots), job.tries)
+        if job and job.tries >= self._settings.attempts:
             names = [term.name for term in self._settings.rewards]
             job.measured = nothing(job.shots, names, f"the reward's process {why}, {job.tries} times", job.tries - 1)
             owed.remove(job)
         self._restarts += 1
         self._waiting.extendleft(reversed(owed))
         new = self._start()
-        worker.actor, worker.tasks, worker.since = new.actor, new.tasks, new.since
+        worker.actor, worker.tasks, worker.since, worker.shared = new.actor, new.tasks, new.since, new.shared

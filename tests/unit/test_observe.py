@@ -18,6 +18,7 @@ from PIL import Image
 from mdiff_core.errors import BadArtifact, BadSetting
 from mdiff_core.observe import charts, metrics, page, report
 from mdiff_core.observe.metrics import Metrics, evaluation_record, round_record
+from tasks import telling
 
 SECONDS = {"rollout": 20.0, "score": 1.5, "pair": 0.5, "update": 30.0}
 
@@ -375,3 +376,9 @@ def test_a_grid_that_was_cut_says_of_how_many(tmp_path: Path) -> None:
         grid.frames, grid.captions, grid.rewards, grid.total
     )
     assert "The first" not in report.write(tmp_path, before=a_grid(), after=a_grid()).read_text()
+
+
+def test_an_evaluation_belongs_to_the_round_that_made_its_policy() -> None:
+    """Whatever another run of the same settings has told meanwhile."""
+    told = [{"kind": "round", "round": 1, "policy": "00001-a"}, {"kind": "round", "round": 2, "policy": "00002-b"}]
+    assert [telling.rounds_of(policy, told) for policy in ("00000-x", "00001-a", "00002-b")] == [0, 1, 2]

@@ -1,16 +1,21 @@
 """Rewards in processes of their own: order, restarts, time limits, and what becomes of samples whose scorer hangs or dies."""
 
 import math
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import ray
 
 from mdiff_core import own_code, scoring
 from mdiff_core.errors import BadSetting, MissingReward, RewardUnavailable
 from mdiff_core.fleet import RewardPool, local_ray
+from mdiff_core.fleet.pool import KEPT
 from mdiff_core.scoring import Sheet
 from mdiff_core.settings import RewardTerm, Score
 from mdiff_core.types import Shot
@@ -118,3 +123,52 @@ def test_no_more_batches_are_under_way_than_bounded() -> None:
             assert sum(job.measured is None for job in pool._queue) <= 8
         found: list[Shot] = [batch[0] for batch, _ in pool.rest()]
     assert [one.sample for one in found] == [sample(i).sample for i in range(30)]
+
+
+def scorers(keep: bool, count: int = 24, **arguments: Any) -> set[int]:
+    """Process ids of those who scored."""
+    asked = settings(workers=1, function="process", keep_workers=keep, arguments=arguments, attempts=1)
+    return {int(total) for total in totals(score(asked, count)[0])}
+
+
+def test_a_kept_worker_scores_for_the_next_pool() -> None:
+    first = scorers(keep=True)
+    assert scorers(keep=True) == first and len(first) == 1
+    assert not wait_for_end(first, seconds=0.5)
+
+
+def test_workers_of_other_settings_are_not_kept_beside() -> None:
+    first = scorers(keep=True)
+    assert scorers(keep=True, name="other") != first
+    assert wait_for_end(first)
+    second = scorers(keep=True, name="other")
+    assert scorers(keep=False, name="other") != second
+    assert wait_for_end(second)
+
+
+def test_a_kept_worker_that_died_meanwhile_is_replaced() -> None:
+    first = scorers(keep=True)
+    os.kill(first.copy().pop(), signal.SIGKILL)
+    assert scorers(keep=True) != first
+
+
+def test_no_worker_is_kept_after_an_error() -> None:
+    first = scorers(keep=True, name="x")
+    with pytest.raises(MissingReward):
+        scorers(keep=True, fail=True)
+    assert wait_for_end(first)
+    assert not kept_workers()
+
+
+def wait_for_end(processes: set[int], seconds: float = 5.0) -> bool:
+    """Whether they are gone within so many seconds."""
+    until = time.monotonic() + seconds
+    while any(psutil.pid_exists(number) for number in processes):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def kept_workers() -> list[str]:
+    return [found["name"] for found in ray.util.list_named_actors(all_namespaces=True) if found["namespace"] == KEPT]
