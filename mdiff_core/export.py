@@ -30,7 +30,7 @@ def export(policy: Path, out: Path, model: Model, *, weights: Weights = "live", 
         raise BadSetting(f"out: {out} exists; name a folder that does not, or remove it")
     family: Family = registry.make("family", model.family)
     opened = policies.open_policy(policy)
-    policies.check_base(opened, family.digest(model.path))
+    policies.check_base(opened, family.digest(model.path), hub.fingerprint(model.path, hub.TRAINED))
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as made:
         whole = Path(made) / out.name

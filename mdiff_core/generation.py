@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdiff_core import policies, registry, tables
+from mdiff_core import hub, policies, registry, tables
 from mdiff_core.errors import BadSetting, EngineFailed
 from mdiff_core.fleet import engines
 from mdiff_core.policies import Weights
@@ -40,7 +40,7 @@ def generate(
     requests = next(coming)
     family, plan = registry.make("family", model.family), requests[0].plan
     opened = policies.open_policy(policy, verify=False)  # the fleet verifies
-    policies.check_base(opened, family.digest(model.path))
+    policies.check_base(opened, family.digest(model.path), hub.fingerprint(model.path, hub.TRAINED))
     weights = policies.held(opened, weights)
     checksum = policies.checksum_of(opened, weights)
     sigmas = family.sigmas(model.path, steps=plan.steps, width=plan.width, height=plan.height)

@@ -1,6 +1,8 @@
 """Where a base model is: a folder in diffusers' layout or a hub id, and its JSON files without its weights."""
 
+import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any, cast
@@ -8,6 +10,11 @@ from typing import Any, cast
 import torch
 
 from mdiff_core.errors import BadSetting
+
+TRAINED = "transformer"
+"""The part of a model that policies are weights of."""
+ENDS = 2**20
+"""Bytes of each end of a weight file that tell it from others."""
 
 
 def source(model: str) -> tuple[str, str | None]:
@@ -67,6 +74,21 @@ def shapes(model: str, part: str) -> dict[str, tuple[int, ...]] | None:
                 f"model.path '{model}': {path} is no whole safetensors file ({error}); fetch the model again"
             ) from error
     return found or None
+
+
+def fingerprint(model: str, part: str = "") -> str:
+    """sha256 of name, size and both ends of each weight file of a model folder, or of one part of it: a model trained anew in the same
+    place, or another of the same architecture, has another one. Empty for a hub id."""
+    found, root = hashlib.sha256(), Path(model) / part
+    paths = sorted(root.rglob("*.safetensors")) if Path(model).is_dir() else []
+    for path in paths:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            found.update(f"{path.relative_to(root)} {size}\n".encode())
+            for start in (0, max(0, size - ENDS)):
+                file.seek(start)
+                found.update(file.read(ENDS))
+    return found.hexdigest() if paths else ""
 
 
 def load(kind: Any, model: str, part: str, **dtype: torch.dtype) -> Any:

@@ -252,7 +252,9 @@ class PolicyVersion:
     base: str
     """Where the base model is."""
     base_digest: str
-    """Digest of the base transformer's config and parameter shapes, to refuse a LoRA for another base."""
+    """Digest of the base transformer's config, to refuse a LoRA for another architecture."""
+    base_weights: str = ""
+    """Fingerprint of the base transformer's weight files, to refuse a LoRA for another model; empty when they were not on disk."""
     checksum: str
     """sha256 over the weight files' sha256; of the base digest when there are none."""
     targets: tuple[str, ...]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from mdiff_core import policies
+from mdiff_core import hub, policies
 from mdiff_core.families.sd3 import SD3, SD3Options
 from mdiff_core.types import PolicyVersion
 
@@ -14,7 +14,8 @@ FAMILY = SD3(SD3Options(max_sequence_length=16))
 
 def base_policy(folder: Path, model: Path) -> PolicyVersion:
     """The base of a tiny SD3."""
-    return policies.base_version(folder, base=str(model), base_digest=FAMILY.digest(str(model)))
+    weights = hub.fingerprint(str(model), hub.TRAINED)
+    return policies.base_version(folder, base=str(model), base_digest=FAMILY.digest(str(model)), base_weights=weights)
 
 
 def lora_policy(

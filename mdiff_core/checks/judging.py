@@ -21,6 +21,10 @@ def check_score(config: RunConfig) -> None:
         raise BadSetting(
             "score.stream: true, but score.workers is 0, so nobody could score beside the engines; set score.workers=1 or more"
         )
+    if score.keep_workers and not score.workers:
+        raise BadSetting(
+            "score.keep_workers: true, but score.workers is 0, so there is none to keep; set score.workers=1 or more"
+        )
     if score.gpus_per_worker and not score.workers:
         raise BadSetting(
             f"score.gpus_per_worker: {score.gpus_per_worker:g} has no use with score.workers=0; set score.workers, or leave it out: "

@@ -51,15 +51,16 @@ class Adapter:
         return self.alpha / self.rank
 
 
-def base_version(folder: Path, *, base: str, base_digest: str) -> PolicyVersion:
-    """Write the policy that a run starts from: the base model, no weights of its own."""
+def base_version(folder: Path, *, base: str, base_digest: str, base_weights: str = "") -> PolicyVersion:
+    """Write the policy that a run starts from: the base model, no weights of its own; `base_weights` is their fingerprint, if known."""
     policy = PolicyVersion(
         path=folder,
-        version=f"00000-{base_digest[:8]}",
+        version=f"00000-{(base_weights or base_digest)[:8]}",
         parent="",
         kind="base",
         base=base,
         base_digest=base_digest,
+        base_weights=base_weights,
         checksum=checksum({}, base_digest),
         targets=(),
     )
@@ -122,7 +123,10 @@ def open_policy(folder: Path, verify: bool = True) -> PolicyVersion:
         files: dict[str, str] = dict(found["files"])
         fields = ("version", "parent", "kind", "base", "base_digest", "checksum")
         policy = PolicyVersion(
-            path=folder, targets=tuple(found["targets"]), **{name: str(found[name]) for name in fields}
+            path=folder,
+            targets=tuple(found["targets"]),
+            base_weights=str(found.get("base_weights", "")),
+            **{name: str(found[name]) for name in fields},
         )
         known = FILES[policy.kind]
     except (KeyError, TypeError, ValueError) as error:
@@ -194,12 +198,18 @@ def weight_file(policy: PolicyVersion, weights: Weights = "live") -> Path:
     return path
 
 
-def check_base(policy: PolicyVersion, base_digest: str) -> None:
-    """BadArtifact when the policy was trained from another base model than the one at hand."""
+def check_base(policy: PolicyVersion, base_digest: str, base_weights: str = "") -> None:
+    """BadArtifact when the policy was trained from another base model than the one at hand, by architecture or, where both are known,
+    by the weights' fingerprint."""
     if policy.base_digest != base_digest:
         raise BadArtifact(
             f"policy {policy.version} was trained from {policy.base} (base digest {policy.base_digest[:12]}), but the "
             f"recipe's model has digest {base_digest[:12]}; set model.path to that base or start from another policy"
+        )
+    if policy.base_weights and base_weights and policy.base_weights != base_weights:
+        raise BadArtifact(
+            f"policy {policy.version} was trained from {policy.base}, whose weights (fingerprint {policy.base_weights[:12]}) are not those "
+            f"of the recipe's model ({base_weights[:12]}); set model.path to that base, name its recipe, or use another policy"
         )
 
 
@@ -244,6 +254,7 @@ def _seal(policy: PolicyVersion, files: Mapping[str, str]) -> PolicyVersion:
         "kind": policy.kind,
         "base": policy.base,
         "base_digest": policy.base_digest,
+        "base_weights": policy.base_weights,
         "checksum": policy.checksum,
         "files": dict(files),
         "target_count": len(policy.targets),

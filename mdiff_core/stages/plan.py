@@ -2,14 +2,13 @@
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mdiff_core import checks, policies, prompts, registry, runs
+from mdiff_core import checks, hub, policies, prompts, registry, runs
 from mdiff_core import config as configs
 from mdiff_core.artifacts import MANIFEST, Production, produce, production
 from mdiff_core.errors import BadArtifact, BadSetting
@@ -17,8 +16,6 @@ from mdiff_core.settings import RunConfig
 from mdiff_core.types import PolicyVersion, Prompt
 
 VERSION = "1"
-ENDS = 2**20
-"""Bytes of a weight file that are looked at, at its beginning and at its end."""
 
 
 def settings(recipe: str, overrides: Sequence[str]) -> RunConfig:
@@ -34,7 +31,7 @@ def opened(config: RunConfig, start: Path | None) -> PolicyVersion | None:
         return None
     try:
         policy = policies.open_policy(start)
-        policies.check_base(policy, base_digest(config))
+        policies.check_base(policy, base_digest(config), base_weights(config))
     except BadArtifact as error:
         raise BadSetting(f"start_policy: {error}") from None
     if policy.kind not in ("base", config.train.method):
@@ -80,6 +77,11 @@ def base_digest(config: RunConfig) -> str:
     return digest
 
 
+def base_weights(config: RunConfig) -> str:
+    """Fingerprint of what the recipe's model is trained from."""
+    return hub.fingerprint(config.model.path, hub.TRAINED)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A checked run, before anything of it exists."""
@@ -109,7 +111,7 @@ def plan(config: RunConfig, start: PolicyVersion | None) -> Plan:
 
     def write_policy(folder: Path) -> None:
         if start is None:
-            policies.base_version(folder, base=config.model.path, base_digest=base)
+            policies.base_version(folder, base=config.model.path, base_digest=base, base_weights=base_weights(config))
         else:
             shutil.copytree(start.path, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
 
@@ -123,7 +125,7 @@ def plan(config: RunConfig, start: PolicyVersion | None) -> Plan:
         "policy": {
             "base": base,
             "model": config.model.path,
-            "weights": fingerprint(config.model.path),
+            "weights": hub.fingerprint(config.model.path),
             "start": start.checksum if start else "",
         },
         "state": {},
@@ -157,21 +159,6 @@ def fill(
     """One artifact; there is nothing to measure."""
     write(folders[role])
     return {}
-
-
-def fingerprint(model: str) -> str:
-    """sha256 of name, size and both ends of each weight file of a model folder, so that a model trained anew in the same
-    place is another one; empty for a hub id."""
-    found = hashlib.sha256()
-    paths = sorted(Path(model).rglob("*.safetensors")) if Path(model).is_dir() else []
-    for path in paths:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            found.update(f"{path.relative_to(model)} {size}\n".encode())
-            for start in (0, max(0, size - ENDS)):
-                file.seek(start)
-                found.update(file.read(ENDS))
-    return found.hexdigest() if paths else ""
 
 
 def digest_of(chosen: Sequence[Prompt]) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mdiff_core import policies
+from mdiff_core import hub, policies
 from mdiff_core.contracts import Family
 from mdiff_core.errors import BadArtifact, BadSetting
 from mdiff_core.jobs import UpdateJob
@@ -39,7 +39,7 @@ def build(
     job: UpdateJob, family: Family, policy: PolicyVersion, mesh: DeviceMesh, needs: frozenset[Frozen]
 ) -> TrainedModel:
     """Load the base, put the start policy on it and shard both. BadSetting when recipe and policy do not fit."""
-    policies.check_base(policy, family.digest(job.model.path))
+    policies.check_base(policy, family.digest(job.model.path), hub.fingerprint(job.model.path, hub.TRAINED))
     check_start(job, policy)
     return (
         _lora(job, family, policy, mesh, needs)

@@ -3,7 +3,6 @@
 Writes prompt files and captioned image sets: `python -m mdiff_core.worlds.shapes {prompts,images} --help`.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mdiff_core.errors import BadSetting
+from mdiff_core.worlds import command
 
 SIZE = 64
 """Pixels along each side of an image."""
@@ -235,8 +235,7 @@ def contents(count: int, seed: int, *, without: frozenset[str] = frozenset()) ->
 
 def meanings_in(path: Path) -> frozenset[str]:
     """The meanings of a prompt or caption file."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return frozenset(meaning(content_of(json.loads(line)["metadata"])) for line in lines)
+    return frozenset(meaning(content_of(metadata)) for metadata in command.metadata_in(path, "phrases"))
 
 
 def line_of(content: Content, **extra: str) -> str:
@@ -270,23 +269,11 @@ def _labelled(scene: Scene, seed: tuple[int, ...], mislabelled: float, without: 
     return next(other for other in iter(lambda: draw_content(rng), None) if meaning(other) not in without)
 
 
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is no share; give a number from 0 to 1")
-    return value
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m mdiff_core.worlds.shapes", description=__doc__)
-    parser.add_argument("what", choices=("prompts", "images"), help="a prompt file, or a captioned image folder")
-    parser.add_argument("--count", type=int, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="prompts: a .jsonl file; images: a folder")
-    parser.add_argument("--exclude", type=Path, help="prompt file whose meanings must not appear")
-    parser.add_argument("--mislabelled", type=_share, default=0.0, help="images: share of captions that are wrong")
-    args = parser.parse_args(argv)
+    args = command.parser("shapes", __doc__, "meanings").parse_args(argv)
+    if args.what == "prompts" and args.mislabelled:
+        raise BadSetting("--mislabelled: prompts have no pictures that they could be wrong about; leave it out")
     without = meanings_in(args.exclude) if args.exclude else frozenset[str]()
     if args.what == "prompts":
         write_prompts(args.out, contents(args.count, args.seed, without=without))
@@ -296,4 +283,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.run(main))

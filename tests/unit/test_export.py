@@ -53,3 +53,13 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path, capsys: pytest.C
     assert export.main([str(lora.path), str(tmp_path / "out"), "--recipe", "shapes_flow_grpo", "--weights", "ema"]) == 1
     assert "has no ema weights" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"base", "other", "lora", "there"}
+
+
+def test_a_policy_of_another_world_is_not_merged(tmp_path: Path) -> None:
+    """The two shipped models differ in their weights alone."""
+    policy = lora_policy(tmp_path / "lora", BASE, base_policy(tmp_path / "base", BASE))
+    with pytest.raises(
+        BadArtifact, match=r"trained from assets/shapes_sd3, whose weights .* are not those of the recipe's model"
+    ):
+        export.export(policy.path, tmp_path / "out", config.recipe("shapes_ocr").model)
+    assert not (tmp_path / "out").exists()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mdiff_core import policies, prompts, runs
+from mdiff_core import config, policies, prompts, runs
 from mdiff_core.artifacts import read_manifest
 from mdiff_core.errors import BadSetting
 from mdiff_core.observe import metrics
@@ -119,6 +119,15 @@ def tuned(folder: Path, *, alpha: float = 4.0) -> Path:
     return lora_policy(folder, model, base_policy(folder.with_name("base"), model), alpha=alpha).path
 
 
+def test_a_policy_of_another_model_is_no_start(tmp_path: Path) -> None:
+    """Of the same architecture: only the weights tell them apart."""
+    start, words = tuned(tmp_path / "lora"), config.recipe("shapes_ocr")
+    with pytest.raises(
+        BadSetting, match=r"start_policy: policy .* was trained from .*shapes_sd3, whose weights .* set model\.path"
+    ):
+        plan.opened(words, start)
+
+
 def test_a_lora_to_start_from_fits_the_recipe_and_the_model(tmp_path: Path) -> None:
     """Found out without loading either: layers and their shapes from the heads of the model's files."""
     start = tuned(tmp_path / "lora")
@@ -139,6 +148,8 @@ def test_a_lora_to_start_from_fits_the_recipe_and_the_model(tmp_path: Path) -> N
     weights = load_file(path)
     name = "transformer_blocks.0.attn.to_q.weight"
     save_file(weights | {name: torch.cat([weights[name]] * 2)}, path)
+    content = json.loads((start / "policy.json").read_text())
+    (start / "policy.json").write_text(json.dumps(content | {"base_weights": ""}))  # as of a base from the hub
     with pytest.raises(
         BadSetting, match=r"adapts transformer_blocks\.0\.attn\.to_q as a weight \(\d+, \d+\), and the model's is"
     ):

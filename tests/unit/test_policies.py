@@ -192,6 +192,18 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
         policies.check_base(policy, "cd" * 32)
 
 
+def test_another_model_of_the_same_architecture_is_refused_where_both_are_known(tmp_path: Path) -> None:
+    first = policies.base_version(tmp_path / "base", base="models/tiny", base_digest=DIGEST, base_weights="ab" * 32)
+    policy = policies.open_policy(first.path)
+    policies.check_base(policy, DIGEST, "ab" * 32)
+    policies.check_base(policy, DIGEST)  # a hub id
+    policies.check_base(lora(tmp_path / "lora"), DIGEST, "ab" * 32)
+    with pytest.raises(
+        BadArtifact, match=r"from models/tiny, whose weights .* are not those .* set model\.path to that base"
+    ):
+        policies.check_base(policy, DIGEST, "cd" * 32)
+
+
 def edited(folder: Path, **changes: object) -> None:
     path = folder / "policy.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

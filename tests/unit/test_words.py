@@ -1,6 +1,8 @@
 """The world of words: one seed is one world, and the real OCR engine reads all of it."""
 
 import json
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -68,3 +70,27 @@ def test_more_words_than_there_are() -> None:
     assert len(set(known)) == len(known)
     with pytest.raises(BadSetting, match=rf"count: {len(known) + 1} asked for and {len(known)} words left"):
         words.contents(len(known) + 1, 0)
+
+
+@pytest.mark.parametrize("world", ["words", "shapes"])
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["prompts", "--count", "-5"], "argument --count: '-5' is not a whole number from 1"),
+        (["images", "--count", "0"], "argument --count: '0' is not a whole number from 1"),
+        (["images", "--seed", "-1"], "argument --seed: '-1' is not a whole number from 0"),
+        (["images", "--mislabelled", "abc"], "argument --mislabelled: abc is no share; give a number from 0 to 1"),
+        (["prompts", "--mislabelled", "0.5"], "--mislabelled: prompts have no pictures"),
+        (["prompts", "--exclude", "nowhere"], "No such file or directory: 'nowhere'"),
+        (["prompts", "--exclude", "pyproject.toml"], "--exclude: pyproject.toml:1: not a prompt of this world"),
+    ],
+)
+def test_a_bad_argument_is_one_sentence_and_leaves_nothing(
+    world: str, arguments: list[str], says: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    given = ["--count", "2", "--seed", "1", "--out", str(out), *arguments[1:]]
+    command = [sys.executable, "-m", f"mdiff_core.worlds.{world}", arguments[0], *given]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode != 0 and says in ended.stderr and "Traceback" not in ended.stderr
+    assert not out.exists()
