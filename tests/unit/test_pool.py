@@ -131,19 +131,13 @@ def scorers(keep: bool, count: int = 24, **arguments: Any) -> set[int]:
     return {int(total) for total in totals(score(asked, count)[0])}
 
 
-def test_a_kept_worker_scores_for_the_next_pool() -> None:
+def test_a_kept_worker_scores_for_the_next_pool_of_its_settings() -> None:
+    """One of other settings ends it."""
     first = scorers(keep=True)
     assert scorers(keep=True) == first and len(first) == 1
-    assert not wait_for_end(first, seconds=0.5)
-
-
-def test_workers_of_other_settings_are_not_kept_beside() -> None:
-    first = scorers(keep=True)
-    assert scorers(keep=True, name="other") != first
-    assert wait_for_end(first)
-    second = scorers(keep=True, name="other")
-    assert scorers(keep=False, name="other") != second
-    assert wait_for_end(second)
+    assert not wait_for_end(first, seconds=0.2)
+    assert scorers(keep=False, name="other") != first
+    assert wait_for_end(first) and not kept_workers()
 
 
 def test_a_kept_worker_that_died_meanwhile_is_replaced() -> None:

@@ -44,7 +44,7 @@ def test_the_policy_is_published_with_its_lineage(finished: Finished) -> None:
     assert (policy.checksum, policy.parent, first.parent) == (
         finished.ended.checksum,
         first.version,
-        "00000-" + first.base_digest[:8],
+        "00000-" + first.base_weights[:8],
     )
     assert policy.checksum == second.checksum != first.checksum
     assert policies.latest(f"{finished.store}/policies", Path(line).parent.name) == line.removeprefix("policy ")
