@@ -52,7 +52,7 @@ def sampling_body(request: Request, serving: Serving, eta: float, kept: Sequence
 def condition_body(text: str, plan: SamplingPlan, serving: Serving, device: str, *, both: bool) -> dict[str, Any]:
     """One step of one small sample, for the text embeddings alone: asked for with samples they would come once for each.
 
-    Without guidance unless the negative text's are wanted too (`both`): they are the same bits, and the step takes half as long.
+    Without guidance unless the negative text's are wanted too (`both`): each text is encoded apart, and the step takes half as long.
     """
     return common_body(text, plan, serving, device) | {
         serving.guidance: plan.guidance if both else 1.0,

@@ -43,6 +43,10 @@ if __name__ == "__mp_main__" and "--regional-compile true" in " ".join(sys.argv)
 if __name__ == "__mp_main__":
     from sglang.multimodal_gen.runtime.managers import scheduler
 
+    if vars(scheduler).get("pickle") is not pickle:
+        raise ImportError(
+            "this SGLang does not pickle its answers where 0.5.17 does; install the version that is pinned"
+        )
     vars(scheduler)["pickle"] = SimpleNamespace(**{**vars(pickle), "dumps": dumps})
 
     recv_at_once = zmq.Socket.recv_multipart
