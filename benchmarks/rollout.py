@@ -6,8 +6,8 @@
 Prints each row as it is measured and all of them as a table last; with `--rows FILE` the rows of several commands are one table, and
 `--model FOLDER` keeps the model for the next one.
 - `plain`: the diffusers pipeline; `diffusers`: our engine, eager and compiled in each of `--modes`, and whether pictures agree.
-- `sglang`, `sglang-vae` (a VAE of the model's dtype), `sglang-compiled` (that and compiled blocks): rollouts into Arrow through the
-  fleet, beside what the server's log says of its own stages.
+- `sglang`, `sglang-vae` (a VAE of the model's dtype, compiled), `sglang-compiled` (that and compiled blocks): rollouts into Arrow
+  through the fleet, beside what the server's log says of its own stages.
 - `sync`: LoRA of rank 32 and full weights into a running server, from files and from tensors.
 - `round`, `round-fp16`: rollout, score, pair, update by their stages in bfloat16 or float16, with guidance and without.
 - `exact`: the drift of rounds that our engine draws, with training's kernels and with others.
@@ -254,12 +254,14 @@ CASES: dict[str, Callable[[Bench], None]] = {
     "plain": plain,
     "diffusers": diffusers,
     "sglang": lambda bench: sglang(bench, "sglang"),
-    "sglang-vae": lambda bench: sglang(bench, f"sglang, {bench.dtype} VAE", vae_dtype=bench.dtype),
+    "sglang-vae": lambda bench: sglang(bench, "sglang, compiled VAE", compile="vae", vae_dtype=bench.dtype),
     "sync": sync,
     "round": lambda bench: whole_round(bench, bench.dtype),
     "round-fp16": lambda bench: whole_round(bench, bench.dtype if bench.args.tiny else "float16"),
     "exact": exact,
-    "sglang-compiled": lambda bench: sglang(bench, "sglang, compiled", compile="blocks", vae_dtype=bench.dtype),
+    "sglang-compiled": lambda bench: sglang(
+        bench, "sglang, compiled blocks and VAE", compile="blocks", vae_dtype=bench.dtype
+    ),
 }
 
 

@@ -8,13 +8,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from mdiff_core import seeds
+from mdiff_core.engines.sglang import serve
 from mdiff_core.engines.sglang import server as server_module
+from mdiff_core.engines.sglang.encoded import KEPT, remembered
 from mdiff_core.engines.sglang.engine import SGLangEngine
 from mdiff_core.engines.sglang.guard import LOG
 from mdiff_core.engines.sglang.options import SGLangOptions, command_line, environment
@@ -202,6 +205,48 @@ def test_options_reach_the_command_line() -> None:
         assert part in line
     assert environment(options, MODEL, True)["TORCH_DYNAMO_AUTOMATIC_DYNAMIC_SHAPES"] == "0"
     assert environment(SGLangOptions(), MODEL, True)["TORCHDYNAMO_DISABLE"] == "1"
+
+
+def test_the_vae_alone_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile does nothing to what is asked for with TORCHDYNAMO_DISABLE, so it is lifted for the VAE."""
+    options = SGLangOptions(compile="vae")
+    given = environment(options, MODEL, True)
+    assert "--enable-torch-compile true --regional-compile false" in " ".join(
+        command_line(options, FAMILY.serving(), MODEL, torch.bfloat16, True)
+    )
+    assert given["TORCHDYNAMO_DISABLE"] == "1" and given["TORCH_DYNAMO_AUTOMATIC_DYNAMIC_SHAPES"] == "0"
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    seen: list[str | None] = []
+    monkeypatch.setattr(
+        serve, "compile_unless_disabled", lambda: seen.append(os.environ.get("TORCHDYNAMO_DISABLE")), raising=False
+    )
+    serve.compile_anyway()
+    assert seen == [None] and os.environ["TORCHDYNAMO_DISABLE"] == "1"
+
+
+def test_a_text_is_encoded_once_until_others_push_it_out() -> None:
+    class Stage:
+        def __init__(self) -> None:
+            self.asked: list[tuple[Any, ...]] = []
+
+        def encode(self, text: str | list[str], server_args: object, **options: Any) -> tuple[list[Any], ...]:
+            self.asked.append((text, options))
+            return [f"of {text}"], []
+
+    encode, stage = remembered(Stage.encode), Stage()
+    first = encode(stage, "a", None, encoder_index=[0, 1], max_length=8)
+    first[0].append("somebody's own")
+    assert encode(stage, "a", None, max_length=8, encoder_index=[0, 1]) == (["of a"], [])
+    assert len(stage.asked) == 1
+    encode(stage, "a", None, encoder_index=[0, 1], max_length=9)
+    encode(stage, ["a"], None, encoder_index=[0, 1], max_length=8)
+    assert len(stage.asked) == 3, "other options, or a list, are other questions"
+    for number in range(KEPT):
+        encode(stage, str(number), None)
+    encode(stage, "a", None, encoder_index=[0, 1], max_length=8)
+    assert len(stage.asked) == 4 + KEPT
+    encode(Stage(), "a", None, encoder_index=[0, 1], max_length=8)
+    assert len(stage.asked) == 4 + KEPT, "of its own stage"
 
 
 @pytest.mark.parametrize(("kernel", "eta"), [("flow_sde", 0.7), ("cps", 0.8), ("ode", 0.0)])

@@ -35,8 +35,8 @@ class SGLangOptions(Options):
     """SGLang's attention backend, such as fa or torch_sdpa; empty lets it choose."""
     performance: Literal["manual", "auto", "speed", "memory"] = "auto"
     """SGLang's preset of where weights are kept."""
-    compile: Literal["off", "blocks", "whole"] = "off"
-    """What of the transformer is compiled, the VAE with it; takes a minute or more at the first batch."""
+    compile: Literal["off", "vae", "blocks", "whole"] = "off"
+    """Only the VAE, or the transformer's blocks or all of it, too; these take a minute or more at the first batch."""
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     """torch.compile's: the second tries several ways of each matrix product, at a minute or more of start-up."""
     in_flight: int = Field(default=4, ge=1)
@@ -88,9 +88,9 @@ def environment(options: SGLangOptions, model: str, on_gpu: bool) -> dict[str, s
     found: dict[str, str] = {}
     if Path(model).is_dir():
         found["HF_HUB_OFFLINE"] = "1"
-    if options.compile == "off":
+    if options.compile in ("off", "vae"):
         found["TORCHDYNAMO_DISABLE"] = "1"  # a LoRA wraps each layer in one that compiles itself, on whatever device
-    else:
+    if options.compile != "off":
         # Texts are asked for with one sample, the rest with many: code for any number would be slower than code for each.
         found["TORCH_DYNAMO_AUTOMATIC_DYNAMIC_SHAPES"] = "0"
         found["SGLANG_TORCH_COMPILE_MODE"] = options.compile_mode

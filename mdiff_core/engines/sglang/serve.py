@@ -1,10 +1,11 @@
 """The server's main module: `python -m mdiff_core.engines.sglang.serve serve --model-path ...`; its workers import it again.
 
 Two things that SGLang 0.5.17 does badly on a CPU are put right here, by way of torch and zmq; its models that do not name the
-blocks to compile by themselves, as Stable Diffusion 3, get a rule for it; and answers are pickled by `transport`. SGLang is left
-as it is.
+blocks to compile by themselves, as Stable Diffusion 3, get a rule for it, and the VAE may be compiled without the transformer;
+answers are pickled by `transport`, and texts encoded once (`encoded`). SGLang is left as it is.
 """
 
+import os
 import pickle
 import re
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import zmq
 
+from mdiff_core.engines.sglang.encoded import remembered
 from mdiff_core.engines.sglang.transport import dumps
 
 IDLE_MS = 2
@@ -35,6 +37,16 @@ def is_block(name: str, module: torch.nn.Module) -> bool:
     return bool(re.fullmatch(r"(\w+_)?blocks\.\d+", name))
 
 
+def compile_anyway(*arguments: Any, **options: Any) -> Any:
+    """The VAE's compiled decoder, though TORCHDYNAMO_DISABLE keeps the transformer and layers with a LoRA as they are."""
+    kept = os.environ.pop("TORCHDYNAMO_DISABLE", None)
+    try:
+        return compile_unless_disabled(*arguments, **options)
+    finally:
+        if kept is not None:
+            os.environ["TORCHDYNAMO_DISABLE"] = kept
+
+
 if __name__ == "__mp_main__" and "--regional-compile true" in " ".join(sys.argv):
     from sglang.multimodal_gen.runtime.models.dits.base import BaseDiT
 
@@ -48,6 +60,13 @@ if __name__ == "__mp_main__":
             "this SGLang does not pickle its answers where 0.5.17 does; install the version that is pinned"
         )
     vars(scheduler)["pickle"] = SimpleNamespace(**{**vars(pickle), "dumps": dumps})
+
+    from sglang.multimodal_gen.runtime.pipelines_core.stages import TextEncodingStage
+    from sglang.multimodal_gen.runtime.utils.torch_compile import ActiveTargetCompiledCallable
+
+    TextEncodingStage.encode_text = remembered(TextEncodingStage.encode_text)
+    compile_unless_disabled = ActiveTargetCompiledCallable.get_or_compile
+    ActiveTargetCompiledCallable.get_or_compile = compile_anyway
 
     recv_at_once = zmq.Socket.recv_multipart
     zmq.Socket.recv_multipart = recv_patiently  # type: ignore[assignment]
