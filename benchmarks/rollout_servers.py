@@ -45,7 +45,7 @@ def deliver(actor: Any, policy: Path) -> float:
 
 
 def raw_bytes(actor: Any, request: Request) -> int:
-    """Size of the answer to a request that asks for all latents and the text embeddings, as a bare client would."""
+    """Size of the answer to a request for all latents and the text's embeddings, which the server sends once."""
     return int(there(actor, _raw_bytes, request))
 
 

@@ -60,7 +60,7 @@ def entries(body: dict[str, Any], deed: str) -> list[dict[str, Any]]:
             "request_id": "r", "prompt": body["prompt"], "seed": body["seed"] + (deed == "other seed"),
             "generated_output": packed(torch.rand(3, body["height"], body["width"])),
             "rollout_log_probs": packed(torch.full((steps,), torch.nan if deed == "nan log-probs" else -1.0)),
-            "denoising_env": env and {branch: {n: packed(t) for n, t in one.items()} for branch, one in env.items()},
+            "denoising_env": env and not found and {branch: {n: packed(t) for n, t in one.items()} for branch, one in env.items()},
             "dit_trajectory": None if latents is None else {"latents": packed(latents), "sigmas": packed(sigmas)},
         })  # fmt: skip
     return found

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from mdiff_core import config, jobs, policies, seeds, tables
 from mdiff_core import prompts as prompt_files
-from mdiff_core.engines.sglang import requests
 from mdiff_core.engines.sglang.answers import decode, frames_of
 from mdiff_core.engines.sglang.engine import ROLLOUT, SGLangEngine
 from mdiff_core.engines.sglang.options import SGLangOptions, command_line, environment
@@ -110,18 +109,27 @@ def test_evaluation_gives_the_pictures_of_rollout_false(sglang_engine: SGLangEng
 
 
 def test_texts_are_embedded_as_the_diffusers_engine_does(
-    sglang_engine: SGLangEngine, tiny_sd3: Path, base: PolicyVersion, monkeypatch: pytest.MonkeyPatch
+    sglang_engine: SGLangEngine, tiny_sd3: Path, base: PolicyVersion
 ) -> None:
-    """Whatever the size of the pictures: the engine asks for the embeddings with smaller ones."""
+    """One sample or several, of which the first brings them; with guidance the negative text's too, cut at another length."""
     (ours,) = FAMILY.encoder(str(tiny_sd3), torch.float32, CPU)(["two green squares"])
-    for pixels in (64, 32):
-        monkeypatch.setattr(requests, "TEXT_PIXELS", pixels)
+    for samples, guidance in ((1, 1.0), (3, 1.0), (3, 4.5)):
         sglang_engine._texts = Texts()
         sglang_engine.load(base)
-        ((trajectory, conditions),) = sglang_engine.generate([request((1,))])
+        (trajectory, conditions), *others = sglang_engine.generate([request((1,), guidance, samples=samples)])
+        assert not any(fresh for _, fresh in others)
+        assert conditions.keys() == {trajectory.condition, trajectory.negative} - {""}
         theirs = conditions[trajectory.condition]
         assert theirs.keys() == ours.keys()
         assert all(torch.allclose(theirs[name], ours[name], atol=1e-5) for name in ours)
+
+
+def test_an_answer_has_its_text_s_conditions_once_and_only_when_asked(sglang_engine: SGLangEngine) -> None:
+    assert sglang_engine._server is not None
+    for asked in (True, False):
+        body = sampling_body(request((1,), 4.5, samples=3), FAMILY.serving(), 0.7, (1, 2), "cpu", conditions=asked)
+        entries = decode(sglang_engine._server.post(ROLLOUT, body, 60.0))
+        assert [entry["denoising_env"] is not None for entry in entries] == [asked, False, False]
 
 
 def held(transformer: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Tensor]:

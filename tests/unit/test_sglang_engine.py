@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from torch import nn
 from mdiff_core import seeds
 from mdiff_core.engines.sglang import serve
 from mdiff_core.engines.sglang import server as server_module
-from mdiff_core.engines.sglang.encoded import KEPT, remembered
 from mdiff_core.engines.sglang.engine import SGLangEngine
 from mdiff_core.engines.sglang.guard import LOG
+from mdiff_core.engines.sglang.once import KEPT, first_rows, remembered, with_first_sample
 from mdiff_core.engines.sglang.options import SGLangOptions, command_line, environment
 from mdiff_core.engines.sglang.processes import free_ports
 from mdiff_core.engines.sglang.requests import noise_level
 from mdiff_core.engines.sglang.serve import is_block
+from mdiff_core.engines.sglang.texts import Texts
 from mdiff_core.engines.sglang.weights import BUCKET_BYTES, Update, alpha_and_strength, buckets
 from mdiff_core.errors import BadSetting, EngineFailed
 from mdiff_core.fleet.actor import make_kernel
@@ -267,3 +269,39 @@ def test_buckets_are_bounded_and_keep_the_halves_of_a_layer_together() -> None:
     parts = list(buckets(update))
     assert [len(part) for part in parts] == [8, 4]
     assert all({f"{name[:-1]}A", f"{name[:-1]}B"} <= set(part) for part in parts for name in part)
+
+
+def test_what_samples_share_is_of_the_first_one() -> None:
+    shared, scalar = torch.rand(7, 4), torch.tensor(4.5)
+    given = {"embeds": [torch.arange(6.0).reshape(3, 2)], "rotary": shared, "guidance": scalar, "lengths": (3, None)}
+    found = first_rows(given, 3)
+    assert torch.equal(found["embeds"][0], torch.tensor([[0.0, 1.0]]))
+    assert found["rotary"] is shared and found["guidance"] is scalar and found["lengths"] == (3, None)
+
+
+@dataclass
+class Whole:
+    denoising_env: Any = None
+    dit_trajectory: Any = None
+
+
+def test_conditions_come_with_sample_0_alone() -> None:
+    def part(whole: Whole, sample: int, samples: int) -> Whole:
+        return Whole(*((value and f"{value} {sample} of {samples}") for value in vars(whole).values()))
+
+    once, whole = with_first_sample(part), Whole(denoising_env="env", dit_trajectory="latents")
+    assert [once(whole, sample, 2) for sample in (0, 1)] == [
+        Whole(denoising_env="env 0 of 1", dit_trajectory="latents 0 of 2"),
+        Whole(denoising_env=None, dit_trajectory="latents 1 of 2"),
+    ]
+    assert once(Whole(dit_trajectory="latents"), 1, 2) == Whole(dit_trajectory="latents 1 of 2")
+
+
+def test_a_text_s_conditions_are_asked_for_until_they_are_known() -> None:
+    texts, known = Texts(), {"text": torch.zeros(1)}
+    assert texts.lacking(["a", "b", "a"], None) == [True, True, False]
+    texts.remember({"a": known, "b": known})
+    assert texts.lacking(["a", "b"], None) == [False, False]
+    assert texts.lacking(["a", "b"], "no") == [True, False], "the negative text comes with any prompt"
+    texts.remember({"no": known})
+    assert texts.lacking(["b", "c"], "no") == [False, True]

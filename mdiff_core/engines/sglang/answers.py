@@ -29,6 +29,8 @@ class WrongAnswer(ValueError):
 class Sample:
     """One image or video of an answer, checked."""
 
+    noise: Tensor
+    """[*latent] float32, what it started from."""
     latents: Tensor
     """[M, *latent] float32, of the steps asked for."""
     clean: Tensor
@@ -42,10 +44,9 @@ class Sample:
 
 
 def samples_of(
-    answer: bytes, request: Request, kept: Sequence[int], schedule: Tensor, device: torch.device
+    entries: Any, request: Request, kept: Sequence[int], schedule: Tensor, device: torch.device
 ) -> list[Sample]:
     """One per seed, in order; WrongAnswer says what is not as asked for. `schedule` [T+1] float32 is the family's."""
-    entries = decode(answer)
     if not isinstance(entries, list) or len(entries) != len(request.seeds):
         raise WrongAnswer(f"asked for {len(request.seeds)} samples, the answer holds {len(entries)}")
     for entry in entries:
@@ -53,18 +54,29 @@ def samples_of(
         for name, asked in told.items():
             if entry.get(name) != asked:
                 raise WrongAnswer(f"the answer's {name} is {entry.get(name)!r}, asked for was {asked!r}")
-    samples = []
-    for entry, seed in zip(entries, request.seeds, strict=True):
-        sample = sample_of(entry, request.plan, kept, seed, device)
+    samples = [sample_of(entry, request.plan, kept) for entry in entries]
+    for sample in samples:
         if not torch.equal(sample.sigmas, schedule):
             raise WrongAnswer(f"drawn with sigmas {sample.sigmas.tolist()}, the family's are {schedule.tolist()}")
-        samples.append(sample)
+    check_noise([sample.noise for sample in samples], request.seeds, device)
     return samples
 
 
-def sample_of(
-    entry: Mapping[str, Any], plan: SamplingPlan, kept: Sequence[int], seed: int, device: torch.device
-) -> Sample:
+def check_noise(noise: Sequence[Tensor], seeds: Sequence[int], device: torch.device) -> None:
+    """WrongAnswer when a first latent is not what its seed gives on that device, which is asked once for all."""
+    drawn = [
+        torch.randn(one.shape, generator=torch.Generator(device).manual_seed(seed), device=device)
+        for one, seed in zip(noise, seeds, strict=True)
+    ]
+    likeness = cosine_similarity(torch.stack(drawn).flatten(1).cpu(), torch.stack(list(noise)).flatten(1))
+    for seed, one in zip(seeds, likeness.tolist(), strict=True):
+        if one < SAME_NOISE:
+            raise WrongAnswer(
+                f"a sample does not start from the noise of its seed {seed} (cosine {one:.3f}), as when samples are swapped"
+            )
+
+
+def sample_of(entry: Mapping[str, Any], plan: SamplingPlan, kept: Sequence[int]) -> Sample:
     """One entry of an answer."""
     found = {
         **tensors_of(entry.get("dit_trajectory"), ("latents", "sigmas")),
@@ -79,13 +91,8 @@ def sample_of(
     ):
         if len(length) != wanted:
             raise WrongAnswer(f"{name} has {len(length)} entries, asked for were {wanted}")
-    noise = torch.randn(latents[0].shape, generator=torch.Generator(device).manual_seed(seed), device=device).cpu()
-    likeness = float(cosine_similarity(noise.flatten(), latents[0].flatten(), dim=0))
-    if likeness < SAME_NOISE:
-        raise WrongAnswer(
-            f"a sample does not start from the noise of its seed {seed} (cosine {likeness:.3f}), as when samples are swapped"
-        )
     return Sample(
+        noise=latents[0],
         latents=latents[[asked.index(step) for step in kept]],
         clean=latents[-1].clone(),
         sigmas=sigmas,
@@ -125,10 +132,11 @@ def frames_of(pixels: Tensor) -> np.ndarray:
     return np.ascontiguousarray(levels.permute(1, 2, 3, 0).numpy())
 
 
-def conditions_of(answer: bytes, text: str, negative: str | None, serving: Serving) -> dict[str, Condition]:
-    """By text: of the prompt, and of the negative one if it was asked for too."""
-    entries = decode(answer)
-    known = (entries[0].get("denoising_env") or {}) if isinstance(entries, list) and len(entries) == 1 else {}
+def conditions_of(
+    entries: Sequence[Mapping[str, Any]], text: str, negative: str | None, serving: Serving
+) -> dict[str, Condition]:
+    """By text: of the prompt, and of the negative one if there is guidance. They come with the first sample."""
+    known = entries[0].get("denoising_env") or {}
     found = {text: condition_of(known.get("pos_cond_kwargs"), serving)}
     if negative is not None:
         found[negative] = condition_of(known.get("neg_cond_kwargs"), serving)

@@ -8,9 +8,9 @@ import torch
 
 from mdiff_core import policies
 from mdiff_core.contracts import Family, KernelMaker, Served, Serving
-from mdiff_core.engines.sglang.answers import WrongAnswer, conditions_of, samples_of, trajectory_of
+from mdiff_core.engines.sglang.answers import WrongAnswer, conditions_of, decode, samples_of, trajectory_of
 from mdiff_core.engines.sglang.options import SGLangOptions, command_line, environment, located
-from mdiff_core.engines.sglang.requests import SDE_TYPES, condition_body, noise_level, sampling_body
+from mdiff_core.engines.sglang.requests import SDE_TYPES, noise_level, sampling_body
 from mdiff_core.engines.sglang.server import Server
 from mdiff_core.engines.sglang.texts import Texts
 from mdiff_core.engines.sglang.weights import FromFiles, FromTensors, Sync, Update, deliver_folder
@@ -89,16 +89,19 @@ class SGLangEngine:
         policy, kept = self._policy, latent_steps(plan.sde_steps)
         schedule = self._family.sigmas(self._model, steps=plan.steps, width=plan.width, height=plan.height)
         eta = noise_level(self._kernels(plan.kernel, plan.kernel_options), plan)
-        bodies = [sampling_body(request, self._serving, eta, kept, self._device.type) for request in requests]
         negative = plan.negative if plan.guidance > 1 else None
-        missing = self._texts.missing([request.prompt.text for request in requests], negative)
-        asked = [condition_body(text, plan, self._serving, self._device.type, both=both) for text, both in missing]
-        answers = self._ask(self._server, [*asked, *bodies])
+        lacking = self._texts.lacking([request.prompt.text for request in requests], negative)
+        bodies = [
+            sampling_body(request, self._serving, eta, kept, self._device.type, conditions=bring)
+            for request, bring in zip(requests, lacking, strict=True)
+        ]
+        answers = self._ask(self._server, bodies)
         try:
-            for (text, both), answer in zip(missing, answers[: len(asked)], strict=True):
-                self._texts.remember(conditions_of(answer, text, plan.negative if both else None, self._serving))
-            for request, answer in zip(requests, answers[len(asked) :], strict=True):
-                samples = samples_of(answer, request, kept, schedule, self._device)
+            for request, bring, answer in zip(requests, lacking, answers, strict=True):
+                entries = decode(answer)
+                samples = samples_of(entries, request, kept, schedule, self._device)
+                if bring:
+                    self._texts.remember(conditions_of(entries, request.prompt.text, negative, self._serving))
                 for i, sample in enumerate(samples):
                     yield (
                         trajectory_of(request, i, sample, policy, self._checksum),

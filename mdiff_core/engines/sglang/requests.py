@@ -11,8 +11,6 @@ SDE_TYPES = {"flow_sde": "sde", "cps": "cps", "ode": "ode"}
 """Kernels that SGLang has, by registry name."""
 UNNORMALISED = {"cps", "ode"}
 """SDE types whose log-prob is without variance and constants, as mdiff's kernels define it."""
-TEXT_PIXELS = 64
-"""Along a side of the picture that comes with text embeddings, which do not depend on it: at 512 pixels they took 2 % of a round."""
 
 
 def noise_level(kernel: Kernel, plan: SamplingPlan) -> float:
@@ -26,52 +24,18 @@ def steps_asked(plan: SamplingPlan, kept: Sequence[int]) -> list[int]:
     return sorted({0, *kept, plan.steps})
 
 
-def sampling_body(request: Request, serving: Serving, eta: float, kept: Sequence[int], device: str) -> dict[str, Any]:
-    """Draw the request's samples; nothing is returned but what training uses.
+def sampling_body(
+    request: Request, serving: Serving, eta: float, kept: Sequence[int], device: str, *, conditions: bool = False
+) -> dict[str, Any]:
+    """Draw the request's samples; nothing is returned but what training uses, its texts' conditions only when asked for.
 
     Evaluation asks for the `ode` too and not for `rollout=false`: the pictures are the same bits, but only a rollout tells
     its sigmas and latents, which are checked.
     """
     plan = request.plan
     kind = SDE_TYPES[plan.kernel] if plan.sde_steps else "ode"
-    body = common_body(request.prompt.text, plan, serving, device)
-    return body | {
-        "seed": request.seeds[0],
-        "num_inference_steps": plan.steps,
-        "num_outputs_per_prompt": len(request.seeds),
-        "rollout_sde_type": kind,
-        "rollout_noise_level": eta,
-        "rollout_log_prob_no_const": kind in UNNORMALISED,
-        "rollout_sde_step_indices": list(plan.sde_steps),
-        "rollout_return_dit_trajectory": True,
-        "rollout_return_step_indices": steps_asked(plan, kept),
-        "extra_sampling_params": {**serving.sampling_params, "seed": list(request.seeds)},
-    }
-
-
-def condition_body(text: str, plan: SamplingPlan, serving: Serving, device: str, *, both: bool) -> dict[str, Any]:
-    """One step of one small sample, for the text embeddings alone: asked for with samples they would come once for each.
-
-    Without guidance unless the negative text's are wanted too (`both`): each text is encoded apart, and the step takes half as long.
-    """
-    return common_body(text, plan, serving, device) | {
-        serving.guidance: plan.guidance if both else 1.0,
-        "width": min(plan.width, TEXT_PIXELS),
-        "height": min(plan.height, TEXT_PIXELS),
-        "seed": 0,
-        "num_inference_steps": 1,
-        "num_outputs_per_prompt": 1,
-        "rollout_sde_type": "ode",
-        "rollout_log_prob_no_const": True,
-        "rollout_return_denoising_env": True,
-        "extra_sampling_params": dict(serving.sampling_params),
-    }
-
-
-def common_body(text: str, plan: SamplingPlan, serving: Serving, device: str) -> dict[str, Any]:
-    """Fields of every request."""
     return {
-        "prompt": text,
+        "prompt": request.prompt.text,
         "negative_prompt": plan.negative,
         "width": plan.width,
         "height": plan.height,
@@ -81,4 +45,15 @@ def common_body(text: str, plan: SamplingPlan, serving: Serving, device: str) ->
         "rollout": True,
         "rollout_debug_mode": False,
         "suppress_logs": True,
+        "seed": request.seeds[0],
+        "num_inference_steps": plan.steps,
+        "num_outputs_per_prompt": len(request.seeds),
+        "rollout_sde_type": kind,
+        "rollout_noise_level": eta,
+        "rollout_log_prob_no_const": kind in UNNORMALISED,
+        "rollout_sde_step_indices": list(plan.sde_steps),
+        "rollout_return_denoising_env": conditions,
+        "rollout_return_dit_trajectory": True,
+        "rollout_return_step_indices": steps_asked(plan, kept),
+        "extra_sampling_params": {**serving.sampling_params, "seed": list(request.seeds)},
     }

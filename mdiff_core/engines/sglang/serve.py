@@ -2,7 +2,7 @@
 
 Two things that SGLang 0.5.17 does badly on a CPU are put right here, by way of torch and zmq; its models that do not name the
 blocks to compile by themselves, as Stable Diffusion 3, get a rule for it, and the VAE may be compiled without the transformer;
-answers are pickled by `transport`, and texts encoded once (`encoded`). SGLang is left as it is.
+answers are pickled by `transport`, and texts encoded and sent `once`. SGLang is left as it is.
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import zmq
 
-from mdiff_core.engines.sglang.encoded import remembered
+from mdiff_core.engines.sglang.once import of_first_sample, remembered, with_first_sample
 from mdiff_core.engines.sglang.transport import dumps
 
 IDLE_MS = 2
@@ -62,9 +62,11 @@ if __name__ == "__mp_main__":
     vars(scheduler)["pickle"] = SimpleNamespace(**{**vars(pickle), "dumps": dumps})
 
     from sglang.multimodal_gen.runtime.pipelines_core.stages import TextEncodingStage
+    from sglang.multimodal_gen.runtime.post_training.rollout_denoising_mixin import RolloutDenoisingMixin as Mixin
     from sglang.multimodal_gen.runtime.utils.torch_compile import ActiveTargetCompiledCallable
 
     TextEncodingStage.encode_text = remembered(TextEncodingStage.encode_text)
+    Mixin._maybe_init_denoising_env_collection = of_first_sample(Mixin._maybe_init_denoising_env_collection)
     compile_unless_disabled = ActiveTargetCompiledCallable.get_or_compile
     ActiveTargetCompiledCallable.get_or_compile = compile_anyway
 
@@ -73,5 +75,7 @@ if __name__ == "__mp_main__":
 
 if __name__ == "__main__":
     from sglang.cli.main import main
+    from sglang.multimodal_gen.runtime.entrypoints.post_training import rollout_api as api
 
+    vars(api)["_slice_rollout_trajectory_for_sample"] = with_first_sample(api._slice_rollout_trajectory_for_sample)
     main()

@@ -19,17 +19,17 @@ class Texts:
         self._known: OrderedDict[str, Condition] = OrderedDict()
         self._sent: set[str] = set()
 
-    def missing(self, texts: Sequence[str], negative: str | None) -> list[tuple[str, bool]]:
-        """Prompts that have to be asked for, and whether with the negative text (None without guidance), which one of them brings."""
+    def lacking(self, texts: Sequence[str], negative: str | None) -> list[bool]:
+        """For each prompt whether its samples should bring conditions: its own are unknown, or the negative text's (None
+        without guidance), which come with any. A text that comes twice brings them once."""
         with self._lock:
-            keys = {condition_key(text): text for text in texts}
-            missing = [text for key, text in keys.items() if key not in self._known]
-            for key in keys.keys() & self._known.keys():
-                self._known.move_to_end(key)
-            lacking = negative is not None and condition_key(negative) not in self._known
-            if lacking and not missing:
-                missing = [texts[0]]
-            return [(text, lacking and number == 0) for number, text in enumerate(missing)]
+            for text in texts:
+                if (key := condition_key(text)) in self._known:
+                    self._known.move_to_end(key)
+            bring = [condition_key(text) not in self._known and text not in texts[:i] for i, text in enumerate(texts)]
+            if negative is not None and condition_key(negative) not in self._known:
+                bring[0] = True
+            return bring
 
     def remember(self, found: Mapping[str, Condition]) -> None:
         """Embeddings by text."""
