@@ -2,11 +2,11 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from mdiff_core import policies
@@ -40,6 +40,12 @@ class DiffusersOptions(Options):
     """Of the VAE, whose rounding shows in the images."""
     threads: int = Field(default=0, ge=0)
     """CPU threads; 0 keeps the process's own number."""
+
+    @model_validator(mode="after")
+    def _mode_of_something(self) -> Self:
+        if not (self.compile or self.compile_vae) and self.compile_mode != "default":
+            raise ValueError("compile_mode does nothing while compile and compile_vae are false; set one of them")
+        return self
 
 
 class DiffusersEngine:
@@ -122,8 +128,7 @@ class DiffusersEngine:
     ) -> Trajectory:
         """Row of the batch as a record of its own memory, so that sending one does not send all."""
         assert self._policy is not None
-        batch, row = drawn
-        plan = request.plan
+        (batch, row), plan = drawn, request.plan
         return Trajectory(
             sample=f"{request.group}/{request.indices[i]}",
             group=request.group,
@@ -170,9 +175,8 @@ class DiffusersEngine:
 
     def _conditions(self, prompts: set[str], plan: SamplingPlan) -> dict[str, Condition]:
         """Of every text that the batch needs, by key; a text is encoded once as long as it is remembered."""
-        texts = {
-            condition_key(text): text for text in sorted(prompts | ({plan.negative} if plan.guidance > 1 else set()))
-        }
+        wanted = sorted(prompts | ({plan.negative} if plan.guidance > 1 else set()))
+        texts = {condition_key(text): text for text in wanted}
         for key, text in texts.items():
             if key not in self._texts:
                 # alone: its last bits would depend on those beside it, and so on which batch came first
@@ -187,8 +191,7 @@ class DiffusersEngine:
         self, keys: Sequence[str], negative: str, guidance: float, conditions: Mapping[str, Condition]
     ) -> Conditioning:
         """Each text moved to the device once and repeated there for its samples."""
-        order = list(conditions)
-        names = list(conditions[order[0]])
+        order, names = list(conditions), list(next(iter(conditions.values())))
         moved = {name: torch.stack([conditions[key][name] for key in order]).to(self._device) for name in names}
         positive_rows = torch.tensor([order.index(key) for key in keys], device=self._device)
         positive = {name: value[positive_rows] for name, value in moved.items()}

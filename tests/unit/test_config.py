@@ -20,6 +20,7 @@ from mdiff_core.settings import Ema, Old, RunConfig
 ROOT = Path(__file__).parents[2]
 RL = "shapes_flow_grpo"
 SFT = "shapes_sft"
+TUNED = "max-autotune-no-cudagraphs"
 NFT = ['loss={"name": "nft"}', 'sampling.kernel={"name": "ode"}', 'sampling.window={"name": "all"}']
 DPO = ['loss={"name": "dpo"}', *NFT[1:]]
 CPS = ['sampling.kernel={"name": "cps"}']
@@ -261,6 +262,16 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
             "sd35m_flow_grpo_ocr",
             ["score.workers=1", "score.gpus_per_worker=1", "score.stream=true"],
             "score.workers: 1 with 1 GPUs each (score.gpus_per_worker) need 1, and there are 0 (the rollout's workers",
+        ),
+        (
+            RL,
+            [f"rollout.engine.options.compile_mode={TUNED}"],
+            f'rollout.engine.options: {{"compile_mode": "{TUNED}"}}: compile_mode does nothing while compile and compile_vae are false',
+        ),
+        (
+            RL,
+            ["rollout.engine.name=sglang", f"rollout.engine.options.compile_mode={TUNED}"],
+            f'rollout.engine.options: {{"compile_mode": "{TUNED}"}}: compile_mode does nothing while compile is \'off\'',
         ),
         (RL, ["rollout.gpus_per_engine=1"], "rollout.engines: 1 with 1 GPUs each need 1"),
         ("sd35m_flow_grpo_ocr", ["hardware.topology=1x4"], "hardware.topology: '1x4' starts 4 processes a node"),

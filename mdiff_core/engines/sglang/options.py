@@ -3,10 +3,10 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mdiff_core import hub
 from mdiff_core.contracts import Serving
@@ -47,6 +47,12 @@ class SGLangOptions(Options):
     """Longest until the server is healthy."""
     answer_seconds: float = Field(default=900.0, gt=0)
     """Longest that a request may take before the server counts as hung; keep it below rollout.timeout_s."""
+
+    @model_validator(mode="after")
+    def _mode_of_something(self) -> Self:
+        if self.compile == "off" and self.compile_mode != "default":
+            raise ValueError("compile_mode does nothing while compile is 'off'; set compile too")
+        return self
 
     @property
     def gpus(self) -> int:
