@@ -42,7 +42,9 @@ setup: .venv/up-to-date
 SAID = mkdir -p build && said=$$(mktemp build/said.XXXXXX) && trap 'rm -f "$$said"' EXIT
 RUN_FOLDER = "$$(sed -n 's,^report \(.*\)/report.html$$,\1,p' "$$said")"
 POLICY = "$$(sed -n 's,^policy ,,p' "$$said")"
+NUMBER = ^-?([0-9]+[.]?[0-9]*|[.][0-9]+)(e-?[0-9]+)?$$
 demo: setup
+	@[[ '$(GAIN)' =~ $(NUMBER) ]] || { echo "make demo: GAIN '$(GAIN)' is not a number; give the least rise of the reward, such as 0.10" >&2; exit 2; }
 	$(SAID); $(BIN)/pyflyte -c flyte.config run workflows/post_train.py post_train --recipe $(RECIPE) \
 		$(if $(ENGINE),--overrides '["rollout.engine.name=$(ENGINE)"]') | tee "$$said"; \
 	$(BIN)/python -m mdiff_core.observe.report check $(RUN_FOLDER) --gain $(GAIN)
