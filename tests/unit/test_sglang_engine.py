@@ -25,11 +25,13 @@ from mdiff_core.engines.sglang.options import SGLangOptions, command_line, envir
 from mdiff_core.engines.sglang.processes import free_ports
 from mdiff_core.engines.sglang.requests import noise_level
 from mdiff_core.engines.sglang.serve import is_block
-from mdiff_core.engines.sglang.texts import Texts
+from mdiff_core.engines.sglang.texts import KEPT as TEXTS_KEPT
+from mdiff_core.engines.sglang.texts import Texts, lacking, negative_key
 from mdiff_core.engines.sglang.weights import BUCKET_BYTES, Update, alpha_and_strength, buckets
 from mdiff_core.errors import BadSetting, EngineFailed
 from mdiff_core.fleet.actor import make_kernel
 from mdiff_core.policies import Adapter
+from mdiff_core.sampler import condition_key
 from mdiff_core.types import PolicyVersion, Prompt, Request, SamplingPlan
 from tests.policies_made import FAMILY, base_policy
 
@@ -298,10 +300,37 @@ def test_conditions_come_with_sample_0_alone() -> None:
 
 
 def test_a_text_s_conditions_are_asked_for_until_they_are_known() -> None:
+    known = {"text": torch.zeros(1)}
+    assert lacking({}, ["a", "b", "a"], None) == [True, True, False]
+    held = {condition_key(text): known for text in ("a", "b")}
+    assert lacking(held, ["a", "b"], None) == [False, False]
+    assert lacking(held, ["a", "b"], "no") == [True, False], "the negative text comes with any prompt"
+    held[negative_key("no")] = known
+    assert lacking(held, ["b", "c"], "no") == [False, True]
+
+
+def test_a_prompt_of_the_negative_text_has_conditions_of_its_own() -> None:
+    # SGLang pads a prompt's text and the negative one to different lengths.
+    assert lacking({negative_key(""): {}}, [""], "") == [True]
+    assert Texts().fresh({condition_key(""): {}, negative_key(""): {}}, "", "").keys() == {
+        condition_key(""),
+        negative_key(""),
+    }
+
+
+def test_texts_in_use_outlive_their_being_forgotten() -> None:
     texts, known = Texts(), {"text": torch.zeros(1)}
-    assert texts.lacking(["a", "b", "a"], None) == [True, True, False]
-    texts.remember({"a": known, "b": known})
-    assert texts.lacking(["a", "b"], None) == [False, False]
-    assert texts.lacking(["a", "b"], "no") == [True, False], "the negative text comes with any prompt"
-    texts.remember({"no": known})
-    assert texts.lacking(["b", "c"], "no") == [False, True]
+    texts.remember({negative_key("no"): known})
+    texts.remember({condition_key(str(n)): known for n in range(TEXTS_KEPT - 1)})
+    held = texts.known(["0"], "no")
+    texts.remember({condition_key(f"new {n}"): known for n in range(TEXTS_KEPT)})
+    assert texts.known(["0"], "no") == {}, "no more than TEXTS_KEPT are remembered"
+    assert set(texts.fresh(held, "0", "no")) == {condition_key("0"), negative_key("no")}
+
+
+def test_a_text_remembered_again_is_not_the_next_to_be_forgotten() -> None:
+    texts, known = Texts(), {"text": torch.zeros(1)}
+    keys = [negative_key("no"), *(condition_key(str(n)) for n in range(TEXTS_KEPT - 1))]
+    for key in (*keys, negative_key("no"), condition_key("new")):
+        texts.remember({key: known})
+    assert set(texts.known(["0"], "no")) == {negative_key("no")}

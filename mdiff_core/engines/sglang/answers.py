@@ -14,6 +14,7 @@ from torch.nn.functional import cosine_similarity
 
 from mdiff_core.contracts import Serving
 from mdiff_core.engines.sglang.requests import steps_asked
+from mdiff_core.engines.sglang.texts import negative_key
 from mdiff_core.sampler import condition_key, latent_steps
 from mdiff_core.types import Condition, PolicyVersion, Request, SamplingPlan, Trajectory
 
@@ -113,7 +114,7 @@ def trajectory_of(request: Request, i: int, sample: Sample, policy: PolicyVersio
         policy=policy.version,
         weights=checksum,
         condition=condition_key(request.prompt.text),
-        negative=condition_key(plan.negative) if plan.guidance > 1 else "",
+        negative=negative_key(plan.negative) if plan.guidance > 1 else "",
         guidance=plan.guidance,
         sigmas=sample.sigmas,
         sde_steps=plan.sde_steps,
@@ -135,11 +136,11 @@ def frames_of(pixels: Tensor) -> np.ndarray:
 def conditions_of(
     entries: Sequence[Mapping[str, Any]], text: str, negative: str | None, serving: Serving
 ) -> dict[str, Condition]:
-    """By text: of the prompt, and of the negative one if there is guidance. They come with the first sample."""
+    """By key: of the prompt, and of the negative one if there is guidance. They come with the first sample."""
     known = entries[0].get("denoising_env") or {}
-    found = {text: condition_of(known.get("pos_cond_kwargs"), serving)}
+    found = {condition_key(text): condition_of(known.get("pos_cond_kwargs"), serving)}
     if negative is not None:
-        found[negative] = condition_of(known.get("neg_cond_kwargs"), serving)
+        found[negative_key(negative)] = condition_of(known.get("neg_cond_kwargs"), serving)
     return found
 
 

@@ -12,7 +12,7 @@ from mdiff_core.engines.sglang.answers import WrongAnswer, conditions_of, decode
 from mdiff_core.engines.sglang.options import SGLangOptions, command_line, environment, located
 from mdiff_core.engines.sglang.requests import SDE_TYPES, noise_level, sampling_body
 from mdiff_core.engines.sglang.server import Server
-from mdiff_core.engines.sglang.texts import Texts
+from mdiff_core.engines.sglang.texts import Texts, lacking
 from mdiff_core.engines.sglang.weights import FromFiles, FromTensors, Sync, Update, deliver_folder
 from mdiff_core.errors import BadSetting, EngineFailed
 from mdiff_core.options import Options
@@ -90,22 +90,26 @@ class SGLangEngine:
         schedule = self._family.sigmas(self._model, steps=plan.steps, width=plan.width, height=plan.height)
         eta = noise_level(self._kernels(plan.kernel, plan.kernel_options), plan)
         negative = plan.negative if plan.guidance > 1 else None
-        lacking = self._texts.lacking([request.prompt.text for request in requests], negative)
+        texts = [request.prompt.text for request in requests]
+        held = self._texts.known(texts, negative)
+        bringing = lacking(held, texts, negative)
         bodies = [
             sampling_body(request, self._serving, eta, kept, self._device.type, conditions=bring)
-            for request, bring in zip(requests, lacking, strict=True)
+            for request, bring in zip(requests, bringing, strict=True)
         ]
         answers = self._ask(self._server, bodies)
         try:
-            for request, bring, answer in zip(requests, lacking, answers, strict=True):
+            for request, bring, answer in zip(requests, bringing, answers, strict=True):
                 entries = decode(answer)
                 samples = samples_of(entries, request, kept, schedule, self._device)
                 if bring:
-                    self._texts.remember(conditions_of(entries, request.prompt.text, negative, self._serving))
+                    found = conditions_of(entries, request.prompt.text, negative, self._serving)
+                    held.update(found)
+                    self._texts.remember(found)
                 for i, sample in enumerate(samples):
                     yield (
                         trajectory_of(request, i, sample, policy, self._checksum),
-                        self._texts.fresh(request.prompt.text, negative),
+                        self._texts.fresh(held, request.prompt.text, negative),
                     )
         except WrongAnswer as error:
             raise self._server.failed(str(error)) from error
