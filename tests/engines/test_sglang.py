@@ -37,6 +37,7 @@ pytestmark = pytest.mark.sglang
 CPU = torch.device("cpu")
 STEPS = 5
 ALL = tuple(range(STEPS))
+NEGATIVE = "a blue star"
 
 
 @pytest.fixture(scope="module")
@@ -55,31 +56,34 @@ def transformer(tiny_sd3: Path) -> nn.Module:
     return FAMILY.transformer(str(tiny_sd3), torch.float32, CPU)
 
 
-def request(sde_steps: tuple[int, ...], guidance: float = 1.0, kernel: str = "flow_sde", samples: int = 1) -> Request:
+def request(
+    sde_steps: tuple[int, ...], guidance: float = 1.0, kernel: str = "flow_sde", samples: int = 1, text: str = "two green squares",
+) -> Request:  # fmt: skip
     plan = SamplingPlan(
-        width=64, height=64, frames=1, steps=STEPS, guidance=guidance, negative="a blue star", kernel=kernel,
+        width=64, height=64, frames=1, steps=STEPS, guidance=guidance, negative=NEGATIVE, kernel=kernel,
         kernel_options={}, sde_steps=sde_steps,
     )  # fmt: skip
     drawn = tuple(seeds.derive("parity", index) for index in range(samples))
-    prompt = Prompt(id="p", text="two green squares", metadata={})
+    prompt = Prompt(id="p", text=text, metadata={})
     return Request(prompt=prompt, group="g", indices=tuple(range(samples)), seeds=drawn, plan=plan)
 
 
-@pytest.mark.parametrize(("kernel", "sde_steps", "guidance"), [
-    ("flow_sde", ALL, 1.0), ("flow_sde", (1, 2), 4.5), ("cps", (0, 1, 2, 3), 4.5), ("ode", (), 1.0),
-])  # fmt: skip
+@pytest.mark.parametrize("asked", [
+    request(ALL), request((1, 2), 4.5), request((0, 1, 2, 3), 4.5, "cps"), request((), kernel="ode"),
+    request((1, 2), 4.5, text=NEGATIVE),
+], ids=["all", "guidance", "cps", "ode", "the negative text as prompt"])  # fmt: skip
 def test_it_draws_what_mdiff_s_sampler_draws_from_the_same_noise(
     sglang_engine: SGLangEngine, tiny_sd3: Path, base: PolicyVersion, lora: PolicyVersion, transformer: nn.Module,
-    kernel: str, sde_steps: tuple[int, ...], guidance: float,
+    asked: Request,
 ) -> None:  # fmt: skip
     """A seed's generator gives the first latent, then each stochastic step's noise; what rounding adds up to is below 1e-4."""
-    asked = request(sde_steps, guidance, kernel)
+    plan = asked.plan
     codec = FAMILY.decoder(str(tiny_sd3), torch.float32, CPU)
     shape = codec.latent_shape(width=64, height=64, frames=1)
     generator = torch.Generator().manual_seed(asked.seeds[0])
-    noise = torch.stack([torch.randn(1, *shape, generator=generator) for _ in range(1 + len(sde_steps))])
+    noise = torch.stack([torch.randn(1, *shape, generator=generator) for _ in range(1 + len(plan.sde_steps))])
     sampler = Sampler(
-        family=FAMILY, transformer=transformer, kernel=make_kernel(kernel, {}), ode=make_kernel("ode", {})
+        family=FAMILY, transformer=transformer, kernel=make_kernel(plan.kernel, {}), ode=make_kernel("ode", {})
     )
     for policy in (base, lora):
         sglang_engine.load(policy)
@@ -87,8 +91,8 @@ def test_it_draws_what_mdiff_s_sampler_draws_from_the_same_noise(
         ((theirs, conditions),) = sglang_engine.generate([asked])
         texts = {key: {name: value[None] for name, value in one.items()} for key, one in conditions.items()}
         negative = texts.get(theirs.negative, {})
-        conditioning = Conditioning(positive=texts[theirs.condition], negative=negative, guidance=guidance)
-        ours = sampler.draw(theirs.sigmas, sde_steps, conditioning, noise)
+        conditioning = Conditioning(positive=texts[theirs.condition], negative=negative, guidance=plan.guidance)
+        ours = sampler.draw(theirs.sigmas, plan.sde_steps, conditioning, noise)
         assert torch.allclose(ours.clean[0], theirs.clean, atol=1e-4)
         assert torch.allclose(ours.latents[0], theirs.latents, atol=1e-4)
         assert torch.allclose(ours.log_probs[0], theirs.log_probs, atol=1e-5)
